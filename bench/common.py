@@ -1,0 +1,319 @@
+"""What the benchmarks share: the results format, the timing helpers, and the ceilings of the card they ran
+on.
+
+A result file is one run: {"bench", "date", "commit", "gpu", "driver", "torch", "triton", "packages",
+"ceilings", "rows"}. A row is flat and holds one metric of one variant at one shape, as median, low and high
+of n values.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import os
+import platform
+import re
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fusedmlp.profiling import capture_events, count_launches
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = Path(__file__).resolve().parent / "results"
+PASSES = ("forward", "step")
+METRICS = ("kernel_us", "graph_us", "wall_us", "host_us", "kernels", "peak_bytes", "saved_bytes", "rel_error")
+ROW_KEYS = (
+    *("op", "pass", "tokens", "hidden", "intermediate", "dtype", "bias", "variant", "metric"),
+    *("median", "low", "high", "n"),
+)
+FILE_KEYS = ("bench", "date", "commit", "gpu", "driver", "torch", "triton", "packages", "ceilings", "rows")
+PACKAGES = (
+    "fusedmlp",
+    "numpy",
+    "transformers",
+    "liger-kernel",
+    "quack-kernels",
+    "nvidia-cublas",
+    "nvidia-cublas-cu12",
+)
+
+Call = Callable[[int], Any]  # one call or step on input set number i
+
+
+class BenchError(RuntimeError):
+    """A benchmark cannot run here, or was asked for something that does not exist."""
+
+
+# ---------------------------------------------------------------------------------------------- results
+
+
+def row(
+    op: str,
+    pass_: str,
+    shape: tuple[int, int, int],
+    variant: str,
+    metric: str,
+    values: Sequence[float],
+    *,
+    dtype: str = "bfloat16",
+    bias: bool = False,
+) -> dict[str, Any]:
+    """One row. shape: (tokens, hidden, intermediate). values: all measurements, in the metric's own unit."""
+    if pass_ not in PASSES:
+        raise BenchError(f"pass must be one of {', '.join(PASSES)}, got {pass_!r}")
+    if metric not in METRICS:
+        raise BenchError(f"metric must be one of {', '.join(METRICS)}, got {metric!r}")
+    if not values or not all(math.isfinite(v) for v in values):
+        raise BenchError(f"{metric} of {variant} at {shape} needs finite values, got {list(values)}")
+    tokens, hidden, intermediate = shape
+    return {
+        "op": op,
+        "pass": pass_,
+        "tokens": tokens,
+        "hidden": hidden,
+        "intermediate": intermediate,
+        "dtype": dtype,
+        "bias": bias,
+        "variant": variant,
+        "metric": metric,
+        "median": statistics.median(values),
+        "low": min(values),
+        "high": max(values),
+        "n": len(values),
+    }
+
+
+def gpu_slug(name: str) -> str:
+    """Folder name for a GPU: the model in lower case, without the maker. "NVIDIA H200" -> "h200"."""
+    words = re.sub(r"\b(nvidia|amd|geforce|instinct|radeon)\b", " ", name, flags=re.IGNORECASE)
+    return re.sub(r"[^a-z0-9]+", "-", words.lower()).strip("-") or "unknown"
+
+
+def _output(*command: str) -> str:
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def commit() -> str:
+    """Commit of the checkout, with "-dirty" where tracked files differ; BENCH_COMMIT names it where git
+    cannot."""
+    named = os.environ.get("BENCH_COMMIT")
+    if named:
+        return named
+    head = _output("git", "rev-parse", "HEAD")
+    # What the benchmarks write themselves does not make the measured code another one.
+    changed = _output("git", "status", "--porcelain", "--untracked-files=no", "--", ".", ":!bench/results")
+    return head + ("-dirty" if changed else "") if head else "unknown"
+
+
+def version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def need_gpu() -> str:
+    """Name of the current CUDA device; raises BenchError where there is none."""
+    if not torch.cuda.is_available():
+        raise BenchError(f"this benchmark needs a CUDA device; torch {torch.__version__} sees none on this machine")
+    return torch.cuda.get_device_name()
+
+
+def result(bench: str, rows: list[dict[str, Any]], ceilings: dict[str, float], gpu: str) -> dict[str, Any]:
+    """The whole content of a result file, with today's versions."""
+    driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()
+    packages = {"python": platform.python_version(), "cuda": torch.version.cuda or "none"}
+    packages |= {p: v for p in PACKAGES if (v := version(p)) is not None}
+    return {
+        "bench": bench,
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "commit": commit(),
+        "gpu": gpu,
+        "driver": driver[0].strip() if driver else "unknown",
+        "torch": torch.__version__,
+        "triton": version("triton") or "none",
+        "packages": packages,
+        "ceilings": ceilings,
+        "rows": rows,
+    }
+
+
+def write(content: dict[str, Any], out: str | Path | None = None) -> Path:
+    """Writes a result file, one row a line, to ``out`` or bench/results/<gpu>/<bench>.json; returns the
+    path."""
+    check(content)
+    path = Path(out) if out else RESULTS / gpu_slug(content["gpu"]) / f"{content['bench']}.json"
+    head = json.dumps({k: v for k, v in content.items() if k != "rows"}, indent=1)
+    rows = ",\n".join("  " + json.dumps(r) for r in content["rows"])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(head.removesuffix("\n}") + f',\n "rows": [\n{rows}\n ]\n}}\n', encoding="utf-8")
+    return path
+
+
+def check(content: dict[str, Any]) -> None:
+    """Raises BenchError unless ``content`` has the keys of a result file and of its rows, no more and no
+    less."""
+    if set(content) != set(FILE_KEYS):
+        raise BenchError(f"a result has the keys {', '.join(FILE_KEYS)}; these differ: {set(content) ^ set(FILE_KEYS)}")
+    if not content["rows"]:
+        raise BenchError("a result needs at least one row")
+    for r in content["rows"]:
+        if set(r) != set(ROW_KEYS):
+            raise BenchError(f"a row has the keys {', '.join(ROW_KEYS)}; these differ: {set(r) ^ set(ROW_KEYS)}")
+        if not r["low"] <= r["median"] <= r["high"]:
+            raise BenchError(f"low <= median <= high does not hold in {r}")
+
+
+def load(path: str | Path) -> dict[str, Any]:
+    """Reads and checks a result file."""
+    content = json.loads(Path(path).read_text(encoding="utf-8"))
+    check(content)
+    return content
+
+
+# ----------------------------------------------------------------------------------------------- timing
+
+
+def turns(names: Sequence[str], rounds: int) -> Iterator[list[str]]:
+    """The variants in an order that rotates from round to round, so that none always follows the same
+    other."""
+    for i in range(rounds):
+        k = i % len(names)
+        yield [*names[k:], *names[:k]]
+
+
+def input_sets(bytes_per_set: int, least: int = 2, most: int = 24) -> int:
+    """How many input sets (inputs and weights) to rotate so that each is out of the L2 cache when its turn
+    comes."""
+    l2 = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
+    return min(most, max(least, math.ceil(2.5 * l2 / bytes_per_set)))
+
+
+def events_us(fn: Callable[[], Any], repeats: int) -> list[float]:
+    """Device time of each call, in microseconds, between two CUDA events."""
+    pairs = []
+    for _ in range(repeats):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        fn()
+        end.record()
+        pairs.append((begin, end))
+    torch.cuda.synchronize()
+    return [b.elapsed_time(e) * 1e3 for b, e in pairs]
+
+
+def kernel_us(variants: dict[str, Call], sets: int, rounds: int = 3) -> dict[str, list[float]]:
+    """Summed device time of the kernels of each call, from the profiler, in microseconds."""
+    times: dict[str, list[float]] = {name: [] for name in variants}
+    for order in turns(list(variants), rounds):
+        for name in order:
+            times[name] += _kernel_times(variants[name], sets)
+    return times
+
+
+def _kernel_times(call: Call, sets: int) -> list[float]:
+    def all_sets() -> None:
+        for i in range(sets):
+            call(i)
+
+    kernels = [e.duration_us for e in capture_events(all_sets) if e.kind == "kernel"]
+    if len(kernels) % sets:
+        raise BenchError(f"{len(kernels)} kernels in {sets} calls: the calls are not alike")
+    size = len(kernels) // sets
+    return [sum(kernels[i : i + size]) for i in range(0, len(kernels), size)]
+
+
+def graph_us(variants: dict[str, Call], sets: int, rounds: int = 15) -> dict[str, list[float]]:
+    """Time of one call out of a CUDA graph that holds one call on each input set, in microseconds."""
+    graphs = {name: _graph(call, sets) for name, call in variants.items()}
+    times: dict[str, list[float]] = {name: [] for name in variants}
+    for order in turns(list(variants), rounds):
+        for name in order:
+            graphs[name].replay()  # the timed replay below follows one of its own kind
+            times[name] += [t / sets for t in events_us(graphs[name].replay, 2)]
+    return times
+
+
+def _graph(call: Call, sets: int) -> torch.cuda.CUDAGraph:
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for i in [*range(sets), *range(sets)]:
+            call(i)
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(sets):
+            call(i)
+    graph.replay()
+    torch.cuda.synchronize()
+    return graph
+
+
+def wall_us(variants: dict[str, Call], sets: int, rounds: int = 40) -> dict[str, list[float]]:
+    """Wall-clock time of a call that starts and ends with an idle device, in microseconds."""
+    times: dict[str, list[float]] = {name: [] for name in variants}
+    for i, order in enumerate(turns(list(variants), rounds)):
+        for name in order:
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            variants[name](i % sets)
+            torch.cuda.synchronize()
+            times[name].append((time.perf_counter() - begin) * 1e6)
+    return times
+
+
+def peak_bytes(call: Call, repeats: int = 3) -> list[float]:
+    """Most memory that a call holds above what was allocated before it, in bytes."""
+    values = []
+    for _ in range(repeats):
+        gc.collect()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        call(0)
+        torch.cuda.synchronize()
+        values.append(float(torch.cuda.max_memory_allocated() - before))
+    return values
+
+
+def kernels(call: Call) -> list[float]:
+    """Device kernels of one steady call."""
+    return [float(count_launches(lambda: call(0)).kernels)]
+
+
+def relative_error(value: torch.Tensor, reference: torch.Tensor) -> float:
+    """Frobenius norm of the difference over that of the float64 reference."""
+    return ((value.double() - reference).norm() / reference.norm()).item()
+
+
+def ceilings(repeats: int = 20) -> dict[str, float]:
+    """What this card reaches today: a copy (bytes read and written), a read, and an 8192 cubed bfloat16
+    product."""
+    source = torch.randn(2**29, device="cuda")  # 2 GiB
+    target = torch.empty_like(source)
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    work = {
+        "copy_tb_s": (lambda: target.copy_(source), 2 * source.nbytes / 1e12),
+        "read_tb_s": (lambda: source.sum(), source.nbytes / 1e12),
+        "gemm_tflop_s": (lambda: a @ b, 2 * 8192**3 / 1e12),
+    }
+    found = {}
+    for name, (fn, amount) in work.items():
+        events_us(fn, 3)
+        found[name] = round(amount / (statistics.median(events_us(fn, repeats)) * 1e-6), 3)
+    return found

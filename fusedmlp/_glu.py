@@ -1,0 +1,236 @@
+"""The gated MLPs: ``down_proj(act(gate_proj(x)) * up_proj(x))``."""
+
+from __future__ import annotations
+
+import os
+from typing import ClassVar, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from . import explain, functional
+from ._adopt import read_glu
+from ._children import first_reason, has_global_hooks, plain_parts
+from ._load import CheckedLoad
+from ._module_config import accepted, bias_flags, config_activation, config_bias, config_sizes, positive_size
+from .activations import ACTIVATIONS, Activation
+
+Glu = TypeVar("Glu", bound="FusedGLUMLP")
+_NAMES = ("gate_proj", "up_proj", "down_proj")
+_GELU_FORMS = {"tanh": "gelu_tanh", "none": "gelu"}
+
+
+class FusedGLUMLP(CheckedLoad):
+    """``down_proj(act(gate_proj(x)) * up_proj(x))``.
+
+    Args:
+        hidden_size, intermediate_size: sizes, at least 1.
+        activation: one of ``fusedmlp.activations.ACTIVATIONS`` or a Hugging Face name of one.
+        bias: one flag, or three for (gate_proj, up_proj, down_proj).
+        out_features: output size; ``hidden_size`` where None.
+        recompute: keep only the input for the backward and compute gate and up again.
+        device, dtype: as in ``nn.Linear``.
+
+    Shape: x [..., hidden_size] -> [..., out_features].
+
+    Raises:
+        ValueError: a size is not positive, the activation is unknown, or ``bias`` has another length.
+        TypeError: a size is no int.
+    """
+
+    _allowed: ClassVar[tuple[str, ...] | None] = None
+    gate_proj: nn.Linear
+    up_proj: nn.Linear
+    down_proj: nn.Linear
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        activation: str | Activation = "silu",
+        bias: bool | tuple[bool, ...] | list[bool] = False,
+        out_features: int | None = None,
+        recompute: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        hidden_size = positive_size("hidden_size", hidden_size)
+        intermediate_size = positive_size("intermediate_size", intermediate_size)
+        out_features = hidden_size if out_features is None else positive_size("out_features", out_features)
+        gate, up, down = bias_flags(bias, _NAMES)
+        name = accepted(type(self), activation, self._allowed)
+        linears = {
+            "gate_proj": nn.Linear(hidden_size, intermediate_size, bias=gate, device=device, dtype=dtype),
+            "up_proj": nn.Linear(hidden_size, intermediate_size, bias=up, device=device, dtype=dtype),
+            "down_proj": nn.Linear(intermediate_size, out_features, bias=down, device=device, dtype=dtype),
+        }
+        super().__init__()
+        self._own(linears, name, recompute)
+
+    def _own(self, linears: dict[str, nn.Linear], activation: str, recompute: bool) -> None:
+        self.hidden_size = linears["gate_proj"].in_features
+        self.intermediate_size = linears["gate_proj"].out_features
+        self.out_features = linears["down_proj"].out_features
+        self.activation = activation
+        self.recompute = bool(recompute)
+        for name in _NAMES:
+            self.add_module(name, linears[name])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., hidden_size] -> [..., out_features]; errors as ``functional.glu_mlp``."""
+        children = self._modules
+        gate = plain_parts(children.get("gate_proj"))
+        up = plain_parts(children.get("up_proj"))
+        down = plain_parts(children.get("down_proj"))
+        if gate is not None and up is not None and down is not None and not has_global_hooks():
+            weights = gate[0], up[0], down[0], gate[1], up[1], down[1]
+            return functional.glu_mlp(x, *weights, self.activation, self.recompute)
+        if not torch.compiler.is_compiling():
+            explain.note_eager("glu_mlp", first_reason(_NAMES, children))
+        return self.down_proj(ACTIVATIONS[self.activation].fn(self.gate_proj(x)) * self.up_proj(x))
+
+    def extra_repr(self) -> str:
+        return f"activation={self.activation}, recompute={self.recompute}"
+
+    @classmethod
+    def from_module(
+        cls: type[Glu], eager: nn.Module, activation: str | Activation | None = None, recompute: bool = False
+    ) -> Glu:
+        """A fused MLP over the very Linears of ``eager``: no copy, optimisers built earlier keep working.
+
+        Args:
+            eager: a module that computes ``down_proj(act(gate_proj(x)) * up_proj(x))``, such as ``LlamaMLP``.
+            activation: needed only where the module's own is not recognised.
+            recompute: as in the constructor.
+
+        Raises:
+            TypeError, ValueError: ``eager`` computes anything else; the message says what.
+        """
+        linears, act = read_glu(eager, activation)
+        name = accepted(cls, act, cls._allowed)
+        made = cls.__new__(cls)
+        nn.Module.__init__(made)
+        made.training = eager.training  # its children keep their own flags
+        FusedGLUMLP._own(made, linears, name, recompute)
+        return made
+
+    @classmethod
+    def from_config(
+        cls: type[Glu],
+        config: object,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        bias: bool | tuple[bool, ...] | list[bool] | None = None,
+        recompute: bool = False,
+    ) -> Glu:
+        """Sizes, activation and ``mlp_bias`` (else ``bias``, else none) of a Hugging Face config.
+
+        Raises:
+            TypeError: a field is missing.
+            ValueError: a size or the activation is not supported, or not this class's.
+        """
+        hidden, intermediate = config_sizes(config)
+        act = accepted(cls, config_activation(config), cls._allowed)
+        flags = bias_flags(config_bias(config, False, bias), _NAMES)
+        return cls._make(hidden, intermediate, act, flags, None, recompute, device, dtype)
+
+    @classmethod
+    def from_safetensors(
+        cls: type[Glu],
+        path: str | os.PathLike[str],
+        prefix: str,
+        activation: str | Activation | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        recompute: bool = False,
+    ) -> Glu:
+        """``<prefix>.gate_proj.*``, ``up_proj.*``, ``down_proj.*`` of a safetensors file, and no more.
+
+        Args:
+            path: the file.
+            prefix: what stands before the names, such as ``model.layers.0.mlp``.
+            activation: the file does not say it; None means silu, or the first that this class computes.
+            device, dtype: where to put the tensors and as what; as in the file where None.
+            recompute: as in the constructor.
+
+        Raises:
+            RuntimeError: a tensor is missing, surplus or misshapen under the prefix; the message lists them.
+        """
+        from .integrations.checkpoints import build_from_file
+
+        default = "silu" if cls._allowed is None else cls._allowed[0]
+        act = accepted(cls, default if activation is None else activation, cls._allowed)
+
+        def make(shapes: dict[str, tuple[int, ...]]) -> Glu:
+            inner, hidden = shapes["gate_proj.weight"]
+            flags = tuple(f"{n}.bias" in shapes for n in _NAMES)
+            return cls._make(hidden, inner, act, flags, shapes["down_proj.weight"][0], recompute, "meta", None)
+
+        return build_from_file(path, prefix, _NAMES, make, device, dtype)
+
+    @classmethod
+    def _make(
+        cls: type[Glu],
+        hidden_size: int,
+        intermediate_size: int,
+        activation: str,
+        bias: tuple[bool, ...],
+        out_features: int | None,
+        recompute: bool,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> Glu:
+        """The general constructor, whatever the arguments of the subclass's own."""
+        made = cls.__new__(cls)
+        sizes = hidden_size, intermediate_size
+        FusedGLUMLP.__init__(made, *sizes, activation, bias, out_features, recompute, device, dtype)
+        return made
+
+
+class FusedGeGLUMLP(FusedGLUMLP):
+    """A :class:`FusedGLUMLP` with GELU; ``approximate`` is "tanh" or "none" (erf), as in ``nn.GELU``."""
+
+    _allowed = ("gelu_tanh", "gelu")
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        bias: bool | tuple[bool, ...] | list[bool] = False,
+        approximate: str = "tanh",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        recompute: bool = False,
+    ) -> None:
+        if not isinstance(approximate, str):
+            raise TypeError(f"approximate must be a str, got {type(approximate).__name__}: {approximate!r}")
+        if approximate not in _GELU_FORMS:
+            raise ValueError(f"approximate must be one of {', '.join(map(repr, _GELU_FORMS))}, got {approximate!r}")
+        act = _GELU_FORMS[approximate]
+        super().__init__(hidden_size, intermediate_size, act, bias, None, recompute, device, dtype)
+
+    @property
+    def approximate(self) -> str:
+        """The form of GELU: ``"tanh"`` or ``"none"``."""
+        return "tanh" if self.activation == "gelu_tanh" else "none"
+
+
+class FusedSwiGLUMLP(FusedGLUMLP):
+    """:class:`FusedGLUMLP` with SiLU."""
+
+    _allowed = ("silu",)
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        bias: bool | tuple[bool, ...] | list[bool] = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        recompute: bool = False,
+    ) -> None:
+        super().__init__(hidden_size, intermediate_size, "silu", bias, None, recompute, device, dtype)

@@ -1,0 +1,121 @@
+"""Checks of what users pass in: the exception that eager would raise, saying what was given and what is allowed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+
+# One operand: its name as the user knows it, and the tensor.
+Named = tuple[str, Tensor]
+
+
+def autocasting(device_type: str) -> bool:
+    """Whether autocast is on for a kind of device; some kinds (meta) do not know autocast."""
+    if device_type not in ("cuda", "cpu") and not torch.amp.is_autocast_available(device_type):
+        return False
+    return torch.is_autocast_enabled(device_type)
+
+
+def check_call(operation: Any, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> None:
+    """Everything about the operands of an operation.
+
+    Raises:
+        TypeError, RuntimeError: as :func:`check_tensors` and the operation's own ``check``.
+    """
+    weight_names, bias_names = operation.names(len(weights))
+    others = list(zip(weight_names, weights, strict=True))
+    others += [(n, b) for n, b in zip(bias_names, biases, strict=True) if b is not None]
+    check_tensors(x, others)
+    operation.check(x, weights, biases)
+
+
+def check_tensors(x: Tensor, others: Sequence[Named]) -> None:
+    """Kinds, dtypes and devices.
+
+    Raises:
+        TypeError: something is no tensor.
+        RuntimeError: an integer or complex tensor; dtypes or devices that differ.
+    """
+    for name, t in [("x", x), *others]:
+        if not isinstance(t, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(t).__name__}")
+        if not t.is_floating_point():
+            raise RuntimeError(
+                f"{name} has dtype {t.dtype}; only real floating-point tensors are allowed. Convert it with .float()"
+            )
+    for name, t in others:
+        if t.device != x.device:
+            raise RuntimeError(
+                f"Expected all tensors to be on the same device, but x is on {x.device} and {name} is on {t.device}. "
+                f"Move one of them with .to(device)"
+            )
+        if t.dtype != x.dtype:
+            raise RuntimeError(
+                f"expected x and {name} to have the same dtype, but got {x.dtype} and {t.dtype}. "
+                f"Convert one of them, or use torch.autocast"
+            )
+
+
+def check_input(x: Tensor, width: int, weight_name: str, weight: Tensor) -> None:
+    """The last dimension of x against a weight.
+
+    Raises:
+        RuntimeError: x is a scalar, or its last dimension is not ``width``.
+    """
+    if x.dim() == 0:
+        raise RuntimeError(f"x is a scalar; allowed: [..., {width}] with at least one dimension")
+    if x.shape[-1] != width:
+        raise RuntimeError(
+            f"x has shape {list(x.shape)}, whose last dimension is {x.shape[-1]}, but {weight_name} of shape "
+            f"{list(weight.shape)} takes {width}; allowed: [..., {width}]"
+        )
+
+
+def check_weight(name: str, weight: Tensor, rows: int | None = None, columns: int | None = None) -> None:
+    """Rank and sizes of a weight [rows, columns]; None leaves a size open.
+
+    Raises:
+        RuntimeError: another rank or size.
+    """
+    expected = f"[{'N' if rows is None else rows}, {'K' if columns is None else columns}]"
+    if weight.dim() != 2:
+        raise RuntimeError(f"{name} has shape {list(weight.shape)}; allowed: a matrix {expected}")
+    if (rows is not None and weight.shape[0] != rows) or (columns is not None and weight.shape[1] != columns):
+        raise RuntimeError(f"{name} has shape {list(weight.shape)}, which does not fit; allowed: {expected}")
+
+
+def check_bias(name: str, bias: Tensor | None, width: int) -> None:
+    """Shape of a bias.
+
+    Raises:
+        RuntimeError: anything but [width].
+    """
+    if bias is not None and (bias.dim() != 1 or bias.shape[0] != width):
+        raise RuntimeError(f"{name} has shape {list(bias.shape)}; allowed: [{width}]")
+
+
+def plain(tensors: Sequence[Tensor | None]) -> str | None:
+    """Why raw-pointer kernels must not read these tensors, or None.
+
+    A subclass (DTensor, quantised weights) may hold something else than its shape says; inside ``torch.func``
+    transforms and forward-mode AD a tensor stands for more than its storage. While a compiler traces, its own
+    stand-ins count as plain, and the transforms are its business.
+    """
+    tracing = torch.compiler.is_compiling()
+    for t in tensors:
+        if t is None or type(t) is Tensor or type(t) is torch.nn.Parameter:
+            continue
+        if not (tracing and type(t) in (FakeTensor, FunctionalTensor)):
+            return f"a {type(t).__name__} is not a plain tensor"
+    if tracing:
+        return None
+    if torch._C._are_functorch_transforms_active():
+        return "inside a torch.func transform"
+    if torch._C._is_fwd_grad_enabled() and torch.autograd.forward_ad._current_level >= 0:
+        return "inside forward-mode differentiation"
+    return None

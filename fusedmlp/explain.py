@@ -1,0 +1,168 @@
+"""What ran and why: notes that operations leave while somebody records, and a readable report of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .plan import Plan
+
+
+@dataclass(frozen=True)
+class PlanNote:
+    """One operation of a recorded call.
+
+    Attributes:
+        op: ``linear_act``, ``glu_mlp``, ``mlp`` or ``relu_mlp``.
+        path: ``"fused"`` or ``"eager"``.
+        reason: why eager; empty for fused.
+        shape: tokens, widths and dtype.
+        forward, backward: the launches in order, in words (backward: with every gradient asked for).
+        settings: the tile settings of our kernels.
+    """
+
+    op: str
+    path: str
+    reason: str = ""
+    shape: str = ""
+    forward: tuple[str, ...] = ()
+    backward: tuple[str, ...] = ()
+    settings: str = ""
+
+    def __str__(self) -> str:
+        head = f"{self.op} {self.shape}".rstrip()
+        if self.path == "eager":
+            return f"{head}: eager, {self.reason}"
+        lines = [f"{head}: fused"]
+        lines += [f"  forward  {i + 1}. {text}" for i, text in enumerate(self.forward)]
+        lines += [f"  backward {i + 1}. {text}" for i, text in enumerate(self.backward)]
+        return "\n".join(lines)
+
+
+@dataclass
+class Explanation:
+    """The notes of one call, in the order they were left; ``str()`` gives the report."""
+
+    notes: list[PlanNote] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        if not self.notes:
+            return "no operation of fusedmlp ran"
+        return "\n".join(str(note) for note in self.notes)
+
+
+_recorders: list[list[PlanNote]] = []
+
+
+@contextmanager
+def recording() -> Iterator[list[PlanNote]]:
+    """Collect the notes of everything that runs inside."""
+    notes: list[PlanNote] = []
+    _recorders.append(notes)
+    try:
+        yield notes
+    finally:
+        _recorders.remove(notes)
+
+
+def note(entry: PlanNote) -> None:
+    for notes in _recorders:
+        notes.append(entry)
+
+
+def note_eager(op: str, reason: str, shape: str = "") -> None:
+    """Say that an operation goes PyTorch's way. Costs nothing while nobody records."""
+    if _recorders:
+        note(PlanNote(op, "eager", reason, shape))
+
+
+def note_plan(plan: Plan) -> None:
+    """Say which way a plan goes. Costs nothing while nobody records."""
+    if not _recorders:
+        return
+    dtype = str(plan.dtype).removeprefix("torch.")
+    precision = f" {plan.precision}" if plan.precision else ""
+    widths = (plan.widths[0], *plan.widths[2:]) if plan.op == "glu_mlp" else plan.widths  # gate and up are one step
+    shape = f"[{plan.M}, {' -> '.join(map(str, widths))}] {dtype}{precision} {plan.activation.name}"
+    if plan.eager_reason is not None:
+        note(PlanNote(plan.op, "eager", plan.eager_reason, shape))
+        return
+    forward, backward = _LAUNCHES[plan.op](plan)
+    text = "; ".join(f"{name}: {settings}" for name, settings in plan.settings.items())
+    note(PlanNote(plan.op, "fused", "", shape, forward, backward, text))
+
+
+def explain_plan(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
+    """Run ``call(*args, **kwargs)`` once (a module, a model, any function) and report every operation's plan."""
+    with recording() as notes:
+        call(*args, **kwargs)
+    return Explanation(notes)
+
+
+def _kernel(plan: Plan, name: str, fused: str, pair: tuple[str, ...]) -> tuple[str, ...]:
+    settings = plan.settings[name]
+    return pair if settings.family == "pair" else (f"{fused} [{settings}]",)
+
+
+def _linear_act(plan: Plan) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    forward = _kernel(plan, "forward", "linear, bias and activation", ("cuBLAS linear", "activation"))
+    return forward, ("activation's gradient and bias gradient", "cuBLAS dX", "cuBLAS dW")
+
+
+def _glu_mlp(plan: Plan) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    forward = _kernel(
+        plan,
+        "forward",
+        "gate, up, activation and product",
+        ("cuBLAS gate", "cuBLAS up", "activation and product"),
+    )
+    hidden = _kernel(
+        plan,
+        "backward",
+        "dH, dGate, dUp, activation again, bias gradients",
+        ("cuBLAS dH", "dGate, dUp, activation again, bias gradients"),
+    )
+    dgrad = _kernel(plan, "dgrad", "dX over gate and up", ("cuBLAS dX of gate", "cuBLAS dX of up, added"))
+    return (*forward, "cuBLAS down"), (*hidden, *dgrad, "cuBLAS dWgate and dWup", "cuBLAS dWdown")
+
+
+def _mlp(plan: Plan) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    forward = _kernel(plan, "forward", "fc1, bias and activation", ("cuBLAS fc1", "activation"))
+    hidden = _kernel(
+        plan,
+        "backward",
+        "dA, activation's gradient, bias gradients",
+        ("cuBLAS dA", "activation's gradient and bias gradients"),
+    )
+    return (*forward, "cuBLAS fc2"), (*hidden, "cuBLAS dX", "cuBLAS dW1", "cuBLAS dW2")
+
+
+def _relu_mlp(plan: Plan) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    layers = len(plan.widths) - 1
+    if "stack" in plan.settings:
+        forward: tuple[str, ...] = (f"all {layers} layers [{plan.settings['stack']}]",)
+    else:
+        forward = tuple(
+            text
+            for i in range(layers)
+            for text in _kernel(
+                plan, f"forward.{i}", f"layer {i}: linear, bias and ReLU", (f"cuBLAS layer {i}", f"ReLU {i}")
+            )
+        )
+    backward = [f"layer {layers - 1}: mask and bias gradient"]
+    for i in range(layers - 1, -1, -1):
+        backward.append(f"cuBLAS dW of layer {i}")
+        if i:
+            backward += _kernel(
+                plan,
+                f"backward.{i}",
+                f"layer {i}: dX with the mask and bias gradient of layer {i - 1}",
+                (f"cuBLAS dX of layer {i}", f"mask and bias gradient of layer {i - 1}"),
+            )
+    return forward, (*backward, "cuBLAS dX of layer 0")
+
+
+_LAUNCHES = {"linear_act": _linear_act, "glu_mlp": _glu_mlp, "mlp": _mlp, "relu_mlp": _relu_mlp}

@@ -1,0 +1,1 @@
+"""Work with other libraries: Hugging Face models and safetensors files."""

@@ -1,0 +1,134 @@
+"""Activations and their derivatives for use inside kernels, in fp32, selected by name at compile time.
+
+Every formula stays finite wherever PyTorch's is, and lets NaN through: comparisons are written so that NaN takes
+the branch that keeps it, and sigmoids are built from ``exp`` of a value that may overflow to inf but never to NaN.
+"""
+
+import triton
+import triton.language as tl
+
+_SQRT_2_OVER_PI = tl.constexpr(0.7978845608028654)
+_GELU_CUBIC = tl.constexpr(0.044715)
+_SQRT_HALF = tl.constexpr(0.7071067811865476)
+_INV_SQRT_2PI = tl.constexpr(0.3989422804014327)
+_QUICK = tl.constexpr(1.702)
+
+
+@triton.jit
+def _sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def _tanh_approx(x):
+    """One MUFU instruction; maximum relative error about 2^-11 (PTX ISA, tanh.approx.f32), for 16-bit results only."""
+    return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _gelu_tanh_gate(x, FAST_TANH: tl.constexpr):
+    """``0.5 * (1 + tanh(z))`` with its derivative's inner factor; z saturates long before |x| = 16."""
+    c = tl.minimum(tl.maximum(x, -16.0), 16.0)
+    c2 = c * c
+    z = c * (_SQRT_2_OVER_PI + (_SQRT_2_OVER_PI * _GELU_CUBIC) * c2)
+    dz = _SQRT_2_OVER_PI + (3.0 * _SQRT_2_OVER_PI * _GELU_CUBIC) * c2
+    if FAST_TANH:
+        gate = 0.5 + 0.5 * _tanh_approx(z)
+    else:
+        gate = _sigmoid(2.0 * z)
+    return gate, dz
+
+
+@triton.jit
+def activate(x, ACT: tl.constexpr, FAST_TANH: tl.constexpr):
+    """``act(x)``; x fp32."""
+    if ACT == "relu":
+        y = tl.where(x <= 0.0, 0.0, x)
+    elif ACT == "relu2":
+        r = tl.where(x <= 0.0, 0.0, x)
+        y = r * r
+    elif ACT == "gelu":
+        y = x * (0.5 + 0.5 * tl.erf(x * _SQRT_HALF))
+    elif ACT == "gelu_tanh":
+        gate, _ = _gelu_tanh_gate(x, FAST_TANH)
+        y = x * gate
+    elif ACT == "silu":
+        y = x * _sigmoid(x)
+    elif ACT == "quick_gelu":
+        y = x * _sigmoid(_QUICK * x)
+    elif ACT == "sigmoid":
+        y = _sigmoid(x)
+    else:
+        tl.static_assert(ACT == "identity", "unknown activation")
+        y = x
+    return y
+
+
+@triton.jit
+def activate_grad(x, ACT: tl.constexpr, FAST_TANH: tl.constexpr):
+    """``(act(x), act'(x))``; x fp32, the input of the activation."""
+    if ACT == "relu":
+        y = tl.where(x <= 0.0, 0.0, x)
+        d = tl.where(x <= 0.0, 0.0, 1.0)
+    elif ACT == "relu2":
+        r = tl.where(x <= 0.0, 0.0, x)
+        y = r * r
+        d = 2.0 * r
+    elif ACT == "gelu":
+        cdf = 0.5 + 0.5 * tl.erf(x * _SQRT_HALF)
+        y = x * cdf
+        d = cdf + x * (_INV_SQRT_2PI * tl.exp(-0.5 * x * x))
+    elif ACT == "gelu_tanh":
+        gate, dz = _gelu_tanh_gate(x, FAST_TANH)
+        y = x * gate
+        d = gate + (y * (1.0 - gate)) * (2.0 * dz)
+    elif ACT == "silu":
+        s = _sigmoid(x)
+        y = x * s
+        d = s * (1.0 + x * (1.0 - s))
+    elif ACT == "quick_gelu":
+        s = _sigmoid(_QUICK * x)
+        y = x * s
+        d = s + (y * (1.0 - s)) * _QUICK
+    elif ACT == "sigmoid":
+        y = _sigmoid(x)
+        d = y * (1.0 - y)
+    else:
+        tl.static_assert(ACT == "identity", "unknown activation")
+        y = x
+        d = tl.full(x.shape, 1.0, tl.float32)
+    return y, d
+
+
+@triton.jit
+def times_derivative(grad, d, ACT: tl.constexpr):
+    """``grad * d``; for the ReLUs a zero derivative gives zero even where ``grad`` is infinite, as PyTorch's does."""
+    g = grad * d
+    if ACT == "relu" or ACT == "relu2":
+        g = tl.where(d == 0.0, 0.0, g)
+    return g
+
+
+@triton.jit
+def grad_from_output(grad, y, ACT: tl.constexpr):
+    """``grad * act'`` computed from the activated value ``y``, for activations that save their output."""
+    if ACT == "relu":
+        g = tl.where(y <= 0.0, 0.0, grad)
+    elif ACT == "sigmoid":
+        g = grad * (y * (1.0 - y))
+    else:
+        tl.static_assert(ACT == "identity", "this activation's derivative needs its input")
+        g = grad
+    return g
+
+
+@triton.jit
+def grad_through(grad, saved, ACT: tl.constexpr, SAVES_OUTPUT: tl.constexpr, FAST_TANH: tl.constexpr):
+    """``(grad * act', act value)`` from whichever tensor the activation saves."""
+    if SAVES_OUTPUT:
+        g = grad_from_output(grad, saved, ACT)
+        y = saved
+    else:
+        y, d = activate_grad(saved, ACT, FAST_TANH)
+        g = times_derivative(grad, d, ACT)
+    return g, y

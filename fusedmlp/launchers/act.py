@@ -1,0 +1,136 @@
+"""Launches of the backward of an activation, alone or under the GEMM above it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..activations import Activation
+from ..kernels.act_backward import act_backward_pointer, act_backward_tma
+from ..kernels.pointwise import act_grad as act_grad_kernel
+from ..launch import Launch, barrier_counters
+from ..plan import Plan
+from .common import (
+    ceil_div,
+    describe,
+    launch_options,
+    persistent_grid,
+    prepared,
+    resident_grid,
+    row_stride,
+    scratch,
+    sum_parts,
+)
+
+
+def act_backward(
+    plan: Plan,
+    name: str,
+    gy: Tensor,
+    weight: Tensor,
+    saved: Tensor,
+    act: Activation,
+    store_a: bool,
+    bias_grad: bool,
+    out_bias_grad: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """``(dpre [M, N], a, db [N], db_out [K])`` of ``y = a W^T + b_out``, ``a = act(pre)``; None for what was not asked.
+
+    gy: contiguous, aligned [M, K]. weight [K, N]. saved [M, N]: a or pre, whichever the activation keeps.
+    """
+    settings = plan.settings[name]
+    K, N = weight.shape
+    M = gy.shape[0]
+    if settings.family == "pair":
+        dpre, a, db = act_grad(plan, name, gy @ weight, saved, act, store_a, bias_grad)
+        return dpre, a, db, gy.sum(0) if out_bias_grad else None
+    dpre = torch.empty_like(saved)
+    a = torch.empty_like(saved) if store_a else None
+    tiles_m = ceil_div(M, settings.block_m)
+    tiles = tiles_m * ceil_div(N, settings.block_n)
+    biases = bias_grad or out_bias_grad
+    gy_parts = sum_parts(plan, K)
+    pre_sum = gy_sum = db = db_out = counters = None
+    if biases:
+        pre_sum, gy_sum = scratch(plan.device, (tiles_m if bias_grad else 0, N), (gy_parts if out_bias_grad else 0, K))
+        counters = barrier_counters(plan.device)
+    if bias_grad:
+        db = gy.new_empty(N)
+    if out_bias_grad:
+        db_out = gy.new_empty(K)
+    sums = (pre_sum, gy_sum, db, db_out, counters)
+    tma = settings.family == "tma"
+    block = (settings.block_m, settings.block_n, settings.block_k, settings.group)
+    flags = (act.name, act.saves == "output", store_a, bias_grad, out_bias_grad, plan.fast_tanh)
+
+    def make() -> Launch:
+        options = launch_options(settings, cooperative=biases)
+        if tma:
+            grid = resident_grid(plan, tiles) if biases else persistent_grid(plan, tiles, settings)
+            return Launch(act_backward_tma, grid, (*block, settings.parts, *flags, True), **options)
+        grid = resident_grid(plan, tiles) if biases else tiles
+        return Launch(act_backward_pointer, grid, (*block, *flags, plan.precision or "ieee"), **options)
+
+    launch = prepared(plan, (name, store_a, bias_grad, out_bias_grad), make)
+    if tma:
+        box = [settings.block_m, settings.block_n // settings.parts]
+        launch(
+            plan.device_index,
+            describe(gy, [settings.block_m, settings.block_k]),
+            describe(weight, [settings.block_k, settings.block_n]),
+            describe(saved, box),
+            describe(dpre, box),
+            None if a is None else describe(a, box),
+            gy,
+            *sums,
+            M,
+            N,
+            K,
+            gy_parts,
+        )
+    else:
+        launch(plan.device_index, gy, weight, saved, dpre, a, *sums, M, N, K, row_stride(weight), gy_parts)
+    return dpre, a, db, db_out
+
+
+def act_grad(
+    plan: Plan, name: str, gy: Tensor, saved: Tensor, act: Activation, store_a: bool, bias_grad: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """``(dpre [M, N], a, db [N])`` for ``a = act(pre)``; gy [M, N] with any strides, saved contiguous."""
+    M, N = saved.shape
+    dpre = torch.empty_like(saved)
+    a = torch.empty_like(saved) if store_a else None
+    rows, columns = 32, 128
+    parts = sum_parts(plan, N) if bias_grad else ceil_div(M, rows)
+    tasks = parts * ceil_div(N, columns)
+    sums = db = counters = None
+    if bias_grad:
+        (sums,) = scratch(plan.device, (parts, N))
+        db = gy.new_empty(N)
+        counters = barrier_counters(plan.device)
+
+    def make() -> Launch:
+        grid = resident_grid(plan, tasks, 2) if bias_grad else tasks
+        constants = (rows, columns, act.name, act.saves == "output", store_a, bias_grad, plan.fast_tanh)
+        options = {"launch_cooperative_grid": True} if bias_grad else {}
+        return Launch(act_grad_kernel, grid, constants, num_warps=8, **options)
+
+    # gy comes from outside: its strides and alignment decide what Triton compiles, so they are in the key.
+    key = ("act_grad", name, gy.stride(), gy.data_ptr() % 16, store_a, bias_grad)
+    launch = prepared(plan, key, make)
+    launch(
+        plan.device_index,
+        gy,
+        saved,
+        dpre,
+        a,
+        sums,
+        db,
+        counters,
+        M,
+        N,
+        gy.stride(0),
+        gy.stride(1),
+        parts,
+    )
+    return dpre, a, db

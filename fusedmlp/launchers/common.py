@@ -1,0 +1,113 @@
+"""What the launchers share: row views, descriptors, grids, scratch for bias gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ..launch import Launch
+from ..plan import Plan
+from ..settings import Settings
+from ..settings.device import info
+
+MAX_TMA_STRIDE = 1 << 40  # bytes; CUDA driver API, cuTensorMapEncodeTiled, globalStrides
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def prepared(plan: Plan, key: Any, make: Callable[[], Launch]) -> Launch:
+    """The launch that the plan keeps under ``key``, made at its first use."""
+    found = plan.launches.get(key)
+    if found is None:
+        found = plan.launches[key] = make()
+    return found  # type: ignore[no-any-return]
+
+
+def as_rows(x: Tensor, width: int, tma: bool) -> Tensor:
+    """x seen as [M, width] with readable rows: unit inner stride, rows apart; copied where it is not so.
+
+    TMA also needs a base and a row stride that are multiples of 16 bytes.
+    """
+    rows = x if x.dim() == 2 else x.reshape(-1, width)
+    readable = (rows.stride(1) == 1 or width == 1) and (rows.stride(0) >= width or rows.shape[0] == 1)
+    if readable and tma:
+        size = rows.element_size()
+        stride = rows.stride(0) * size if rows.shape[0] > 1 else 0
+        readable = rows.data_ptr() % 16 == 0 and stride % 16 == 0
+    return rows if readable else rows.clone(memory_format=torch.contiguous_format)
+
+
+def as_contiguous(x: Tensor, width: int) -> Tensor:
+    """x as contiguous, 16-byte aligned [M, width]; copied where it is not so."""
+    rows = x.reshape(-1, width).contiguous()
+    return rows if rows.data_ptr() % 16 == 0 else rows.clone()
+
+
+def row_stride(x: Tensor) -> int:
+    """Of a [M, K] tensor; a single row has none that matters."""
+    return x.stride(0) if x.shape[0] > 1 else x.shape[1]
+
+
+def describe(x: Tensor, block: list[int]) -> TensorDescriptor:
+    """A TMA descriptor of a [M, N] tensor with readable rows."""
+    return TensorDescriptor(x, [x.shape[0], x.shape[1]], [row_stride(x), 1], block)
+
+
+def describe_two(gate: Tensor, up: Tensor, block: list[int]) -> tuple[TensorDescriptor, bool] | None:
+    """One descriptor [2, rows, columns] over two weights where they lie, and whether ``up`` lies first.
+
+    None where one stride cannot tell the distance: other row strides, or too far apart.
+    """
+    size = gate.element_size()
+    distance = up.data_ptr() - gate.data_ptr()
+    up_first = distance < 0
+    distance = abs(distance)
+    if row_stride(gate) != row_stride(up) or distance >= MAX_TMA_STRIDE or distance % 16 or not distance:
+        return None
+    lower = up if up_first else gate
+    shape = [2, *gate.shape]
+    return TensorDescriptor(lower, shape, [distance // size, row_stride(gate), 1], block), up_first
+
+
+def describe_halves(x: Tensor, block: list[int]) -> TensorDescriptor:
+    """A contiguous [M, 2H] tensor seen as [2, M, H]."""
+    M, width = x.shape
+    return TensorDescriptor(x, [2, M, width // 2], [width // 2, width, 1], block)
+
+
+def persistent_grid(plan: Plan, tiles: int, settings: Settings) -> int:
+    return min(tiles, info(plan.device).sms * settings.ctas_per_sm)
+
+
+def resident_grid(plan: Plan, tiles: int, ctas_per_sm: int = 1) -> int:
+    """A grid that is co-resident, for kernels with a grid barrier; the interpreter runs one program at a time."""
+    if plan.device_index is None:
+        return 1
+    return min(tiles, info(plan.device).sms * ctas_per_sm)
+
+
+def sum_parts(plan: Plan, N: int) -> int:
+    """Bands of rows for column sums over [M, N] beside a GEMM: enough tasks for every program, none tiny."""
+    blocks = ceil_div(N, 64)
+    wanted = ceil_div(2 * info(plan.device).sms, blocks)
+    return max(1, min(wanted, ceil_div(plan.M, 32)))
+
+
+def scratch(device: torch.device, *shapes: tuple[int, int]) -> list[Tensor]:
+    """fp32 buffers for partial sums, out of one allocation."""
+    sizes = [a * b for a, b in shapes]
+    flat = torch.empty(sum(sizes), dtype=torch.float32, device=device)
+    return [part.view(shape) for part, shape in zip(flat.split(sizes), shapes, strict=True)]
+
+
+def launch_options(settings: Settings, cooperative: bool = False) -> dict[str, Any]:
+    options: dict[str, Any] = {"num_warps": settings.warps, "num_stages": settings.stages}
+    if cooperative:
+        options["launch_cooperative_grid"] = True
+    return options

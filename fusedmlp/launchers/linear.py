@@ -1,0 +1,148 @@
+"""Launches of :mod:`fusedmlp.kernels.linear_act` and of the ReLU stack."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..activations import Activation
+from ..kernels.linear_act import linear_act_pointer, linear_act_tma
+from ..kernels.pointwise import act_forward
+from ..kernels.relu_stack import relu_stack
+from ..launch import Launch, barrier_counters
+from ..plan import Plan
+from .common import (
+    as_rows,
+    ceil_div,
+    describe,
+    launch_options,
+    persistent_grid,
+    prepared,
+    resident_grid,
+    row_stride,
+)
+
+
+def linear_act(
+    plan: Plan, name: str, x: Tensor, weight: Tensor, bias: Tensor | None, act: Activation, save_pre: bool
+) -> tuple[Tensor, Tensor | None]:
+    """``(act(x W^T + b), x W^T + b or None)``; x of any rank with last dimension K, results [M, N]."""
+    settings = plan.settings[name]
+    N, K = weight.shape
+    tma = settings.family == "tma"
+    x = as_rows(x, K, tma)
+    M = x.shape[0]
+    if settings.family == "pair":
+        return _pair(plan, x, weight, bias, act)
+    y = x.new_empty(M, N)
+    pre = torch.empty_like(y) if save_pre else None
+    tiles = ceil_div(M, settings.block_m) * ceil_div(N, settings.block_n)
+    flags = (act.name, bias is not None, save_pre, plan.fast_tanh)
+    block = (settings.block_m, settings.block_n, settings.block_k, settings.group)
+    if tma:
+        launch = prepared(
+            plan,
+            (name, save_pre),
+            lambda: Launch(
+                linear_act_tma,
+                persistent_grid(plan, tiles, settings),
+                (*block, settings.parts, *flags, True),
+                **launch_options(settings),
+            ),
+        )
+        box = [settings.block_m, settings.block_n // settings.parts]
+        launch(
+            plan.device_index,
+            describe(x, [settings.block_m, settings.block_k]),
+            describe(weight, [settings.block_n, settings.block_k]),
+            bias,
+            describe(y, box),
+            None if pre is None else describe(pre, box),
+            M,
+            N,
+            K,
+        )
+        return y, pre
+    launch = prepared(
+        plan,
+        (name, save_pre),
+        lambda: Launch(
+            linear_act_pointer, tiles, (*block, *flags, plan.precision or "ieee"), **launch_options(settings)
+        ),
+    )
+    launch(plan.device_index, x, weight, bias, y, pre, M, N, K, row_stride(x), row_stride(weight))
+    return y, pre
+
+
+def _pair(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None, act: Activation) -> tuple[Tensor, Tensor | None]:
+    pre = F.linear(x, weight, bias)
+    if act.name == "identity":
+        return pre, pre
+    return activate(plan, pre, act), pre
+
+
+def activate(plan: Plan, pre: Tensor, act: Activation) -> Tensor:
+    """``act(pre)``, pre contiguous."""
+    y = torch.empty_like(pre)
+    block = 2048
+    launch = prepared(
+        plan,
+        ("act_forward", pre.numel()),
+        lambda: Launch(act_forward, ceil_div(pre.numel(), block), (block, act.name, plan.fast_tanh), num_warps=8),
+    )
+    launch(plan.device_index, pre, y, pre.numel())
+    return y
+
+
+def relu_layers(
+    plan: Plan, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], act: Activation
+) -> list[Tensor]:
+    """The output [M, N_i] of every layer, by one launch where the plan has one for the stack."""
+    settings = plan.settings.get("stack")
+    if settings is None or any(row_stride(w) != w.shape[1] for w in weights):
+        outputs = []
+        for i, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
+            x, _ = linear_act(plan, f"forward.{i}", x, weight, bias, act, save_pre=False)
+            outputs.append(x)
+        return outputs
+    x = as_rows(x, weights[0].shape[1], tma=False)
+    M = x.shape[0]
+    outputs = [x.new_empty(M, w.shape[0]) for w in weights]
+    widths = [w.shape[0] for w in weights]
+    most = ceil_div(M, settings.block_m) * max(ceil_div(n, settings.block_n) for n in widths)
+    layers = len(weights)
+    absent = 4 - layers
+    has_bias = [b is not None for b in biases] + [False] * absent
+    launch = prepared(
+        plan,
+        "stack",
+        lambda: Launch(
+            relu_stack,
+            resident_grid(plan, most),
+            (
+                layers,
+                settings.block_m,
+                settings.block_n,
+                settings.block_k,
+                *has_bias,
+                plan.precision or "ieee",
+            ),
+            **launch_options(settings, cooperative=True),
+        ),
+    )
+    operands = [t for layer in zip(weights, biases, outputs, strict=True) for t in layer] + [None] * (3 * absent)
+    launch(
+        plan.device_index,
+        x,
+        *operands,
+        barrier_counters(plan.device),
+        M,
+        weights[0].shape[1],
+        *widths,
+        *([0] * absent),
+        row_stride(x),
+    )
+    return outputs

@@ -1,0 +1,26 @@
+"""Each operation as a sequence of launches and cuBLAS products. No autograd in here.
+
+Every module has the same functions, over ``weights`` and ``biases`` in layer order (gate, up, down for the gated
+MLP; a bias may be None):
+
+* ``names(layers)``: of the weights and of the biases, as users know them;
+* ``check(x, weights, biases)``: the shapes fit, or the exception that eager raises;
+* ``reference(x, weights, biases, activation)``: the plain PyTorch meaning;
+* ``keeps(needs)``: whether backward needs anything of the forward but its inputs, for the gradients asked for;
+* ``forward(plan, x, weights, biases, save)``: ``(y [M, N], tensors for backward)``;
+* ``backward(plan, gy, x, weights, biases, saved, needs)``: gradients of x (as [M, K]), weights and biases, flat, None
+  where ``needs`` says so. ``saved`` empty means: make them again.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+from . import glu_mlp, linear_act, mlp, relu_mlp
+
+OPERATIONS: dict[str, ModuleType] = {
+    "linear_act": linear_act,
+    "glu_mlp": glu_mlp,
+    "mlp": mlp,
+    "relu_mlp": relu_mlp,
+}

@@ -1,0 +1,108 @@
+"""The gated MLP: two launches forward (gate, up and product; down), four backward (hidden; dX; dWgate/dWup; dWdown)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from .. import reference as plain
+from ..activations import Activation
+from ..checks import check_bias, check_input, check_weight
+
+if TYPE_CHECKING:
+    from ..plan import Plan
+
+Biases = Sequence[Tensor | None]
+Grads = tuple[Tensor | None, ...]
+
+
+def names(layers: int) -> tuple[list[str], list[str]]:
+    return ["gate_weight", "up_weight", "down_weight"], ["gate_bias", "up_bias", "down_bias"]
+
+
+def check(x: Tensor, weights: Sequence[Tensor], biases: Biases) -> None:
+    gate, up, down = weights
+    check_weight("gate_weight", gate)
+    H, D = gate.shape
+    check_weight("up_weight", up, H, D)
+    check_weight("down_weight", down, None, H)
+    check_input(x, D, "gate_weight", gate)
+    for name, bias, width in zip(("gate_bias", "up_bias", "down_bias"), biases, (H, H, down.shape[0]), strict=True):
+        check_bias(name, bias, width)
+
+
+def reference(x: Tensor, weights: Sequence[Tensor], biases: Biases, activation: Activation) -> Tensor:
+    gate, up, down = weights
+    gate_bias, up_bias, down_bias = biases
+    return plain.glu_mlp(x, gate, up, down, gate_bias, up_bias, down_bias, activation)
+
+
+def keeps(needs: Sequence[bool]) -> bool:
+    return any(needs[:-1])  # the down bias alone needs the gradient of the output and nothing else
+
+
+def forward(
+    plan: Plan, x: Tensor, weights: Sequence[Tensor], biases: Biases, save: bool
+) -> tuple[Tensor, list[Tensor]]:
+    from ..launchers.glu import glu_forward
+
+    h, gate_up = glu_forward(plan, x, weights[0], weights[1], biases[0], biases[1], save)
+    assert h is not None
+    return F.linear(h, weights[2], biases[2]), [] if gate_up is None else [gate_up]
+
+
+def backward(
+    plan: Plan,
+    gy: Tensor,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Biases,
+    saved: Sequence[Tensor],
+    needs: Sequence[bool],
+) -> Grads:
+    from ..launchers.common import as_contiguous
+    from ..launchers.glu import dual_dgrad, glu_act, glu_backward, glu_forward
+
+    needs_x, needs_gate, needs_up, needs_down, needs_bg, needs_bu, needs_bd = needs
+    gate, up, down = weights
+    gy = as_contiguous(gy, down.shape[0])
+    if not keeps(needs):
+        return None, None, None, None, None, None, gy.sum(0)
+    gate_up = saved[0] if saved else None
+    if gate_up is None:
+        _, gate_up = glu_forward(plan, x, gate, up, biases[0], biases[1], save=True, store_h=False)
+        assert gate_up is not None
+    dx = dwg = dwu = dwd = dbg = dbu = dbd = None
+    if any((needs_x, needs_gate, needs_up, needs_bg, needs_bu)):
+        dgate_up, h, dbg, dbu, dbd = glu_backward(plan, gy, down, gate_up, needs_down, needs_bg or needs_bu, needs_bd)
+        if needs_x:
+            dx = dual_dgrad(plan, dgate_up, gate, up)
+        dwg, dwu = _weight_grads(dgate_up, x, gate, needs_gate, needs_up)
+    else:
+        h = glu_act(plan, gate_up)
+        dbd = gy.sum(0) if needs_bd else None
+    if needs_down:
+        assert h is not None
+        dwd = gy.t() @ h
+    return dx, dwg, dwu, dwd, dbg if needs_bg else None, dbu if needs_bu else None, dbd
+
+
+def _weight_grads(
+    dgate_up: Tensor, x: Tensor, gate: Tensor, needs_gate: bool, needs_up: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """One product for both; its halves are the two gradients."""
+    from ..launchers.common import as_rows
+
+    if not needs_gate and not needs_up:
+        return None, None
+    H, D = gate.shape
+    rows = as_rows(x, D, tma=False)
+    if needs_gate and needs_up:
+        both = dgate_up.t() @ rows
+        return both[:H], both[H:]
+    if needs_gate:
+        return dgate_up[:, :H].t() @ rows, None
+    return None, dgate_up[:, H:].t() @ rows

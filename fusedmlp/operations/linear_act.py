@@ -1,0 +1,71 @@
+"""``y = act(x W^T + b)``: one launch forward; backward the activation with the bias gradient, then dX and dW."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from .. import reference as plain
+from ..activations import Activation
+from ..checks import check_bias, check_input, check_weight
+
+if TYPE_CHECKING:
+    from ..plan import Plan
+
+Biases = Sequence[Tensor | None]
+Grads = tuple[Tensor | None, ...]
+
+
+def names(layers: int) -> tuple[list[str], list[str]]:
+    return ["weight"], ["bias"]
+
+
+def check(x: Tensor, weights: Sequence[Tensor], biases: Biases) -> None:
+    (weight,), (bias,) = weights, biases
+    check_weight("weight", weight)
+    check_input(x, weight.shape[1], "weight", weight)
+    check_bias("bias", bias, weight.shape[0])
+
+
+def reference(x: Tensor, weights: Sequence[Tensor], biases: Biases, activation: Activation) -> Tensor:
+    return plain.linear_act(x, weights[0], biases[0], activation)
+
+
+def keeps(needs: Sequence[bool]) -> bool:
+    return any(needs)
+
+
+def forward(
+    plan: Plan, x: Tensor, weights: Sequence[Tensor], biases: Biases, save: bool
+) -> tuple[Tensor, list[Tensor]]:
+    from ..launchers.linear import linear_act
+
+    act = plan.activation
+    y, pre = linear_act(plan, "forward", x, weights[0], biases[0], act, save and act.saves == "input")
+    if not save:
+        return y, []
+    return y, [y if pre is None or act.saves == "output" else pre]
+
+
+def backward(
+    plan: Plan,
+    gy: Tensor,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Biases,
+    saved: Sequence[Tensor],
+    needs: Sequence[bool],
+) -> Grads:
+    from ..launchers.act import act_grad
+    from ..launchers.common import as_rows
+
+    needs_x, needs_weight, needs_bias = needs
+    (weight,), (kept,) = weights, saved
+    N, K = weight.shape
+    gy = gy.reshape(-1, N)
+    dpre, _, db = act_grad(plan, "backward", gy, kept, plan.activation, store_a=False, bias_grad=needs_bias)
+    dx = dpre @ weight if needs_x else None
+    dw = dpre.t() @ as_rows(x, K, tma=False) if needs_weight else None
+    return dx, dw, db

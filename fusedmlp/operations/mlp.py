@@ -1,0 +1,97 @@
+"""The two-layer MLP: two launches forward, four backward (hidden with both bias gradients; dX; dW1; dW2)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from .. import reference as plain
+from ..activations import Activation
+from ..checks import check_bias, check_input, check_weight
+
+if TYPE_CHECKING:
+    from ..plan import Plan
+
+Biases = Sequence[Tensor | None]
+Grads = tuple[Tensor | None, ...]
+
+
+def names(layers: int) -> tuple[list[str], list[str]]:
+    return ["fc1_weight", "fc2_weight"], ["fc1_bias", "fc2_bias"]
+
+
+def check(x: Tensor, weights: Sequence[Tensor], biases: Biases) -> None:
+    fc1, fc2 = weights
+    check_weight("fc1_weight", fc1)
+    check_weight("fc2_weight", fc2, None, fc1.shape[0])
+    check_input(x, fc1.shape[1], "fc1_weight", fc1)
+    check_bias("fc1_bias", biases[0], fc1.shape[0])
+    check_bias("fc2_bias", biases[1], fc2.shape[0])
+
+
+def reference(x: Tensor, weights: Sequence[Tensor], biases: Biases, activation: Activation) -> Tensor:
+    return plain.mlp(x, weights[0], weights[1], biases[0], biases[1], activation)
+
+
+def keeps(needs: Sequence[bool]) -> bool:
+    return any(needs[:-1])  # fc2's bias alone needs the gradient of the output and nothing else
+
+
+def _hidden(plan: Plan, x: Tensor, fc1: Tensor, bias: Tensor | None, save: bool) -> tuple[Tensor, Tensor | None]:
+    """``(a [M, H], what backward needs of it)``."""
+    from ..launchers.linear import linear_act
+
+    act = plan.activation
+    a, pre = linear_act(plan, "forward", x, fc1, bias, act, save and act.saves == "input")
+    if not save:
+        return a, None
+    return a, (a if pre is None or act.saves == "output" else pre)
+
+
+def forward(
+    plan: Plan, x: Tensor, weights: Sequence[Tensor], biases: Biases, save: bool
+) -> tuple[Tensor, list[Tensor]]:
+    a, saved = _hidden(plan, x, weights[0], biases[0], save)
+    return F.linear(a, weights[1], biases[1]), [] if saved is None else [saved]
+
+
+def backward(
+    plan: Plan,
+    gy: Tensor,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Biases,
+    saved: Sequence[Tensor],
+    needs: Sequence[bool],
+) -> Grads:
+    from ..launchers.act import act_backward
+    from ..launchers.common import as_contiguous, as_rows
+    from ..launchers.linear import activate
+
+    needs_x, needs_w1, needs_w2, needs_b1, needs_b2 = needs
+    fc1, fc2 = weights
+    act = plan.activation
+    gy = as_contiguous(gy, fc2.shape[0])
+    if not keeps(needs):
+        return None, None, None, None, gy.sum(0)
+    kept = saved[0] if saved else _hidden(plan, x, fc1, biases[0], save=True)[1]
+    assert kept is not None
+    a = kept if act.saves == "output" else None
+    dx = dw1 = dw2 = db1 = db2 = None
+    if needs_x or needs_w1 or needs_b1:
+        dpre, made, db1, db2 = act_backward(
+            plan, "backward", gy, fc2, kept, act, needs_w2 and a is None, needs_b1, needs_b2
+        )
+        a = made if a is None else a
+        dx = dpre @ fc1 if needs_x else None
+        dw1 = dpre.t() @ as_rows(x, fc1.shape[1], tma=False) if needs_w1 else None
+    else:
+        a = activate(plan, kept, act) if a is None else a
+        db2 = gy.sum(0) if needs_b2 else None
+    if needs_w2:
+        assert a is not None
+        dw2 = gy.t() @ a
+    return dx, dw1, dw2, db1, db2

@@ -1,0 +1,232 @@
+"""Which way a call goes, decided once for each kind of call and kept: a :class:`Plan`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import settings
+from .activations import Activation
+from .checks import check_call
+from .operations import OPERATIONS
+from .settings import Settings
+from .settings.device import info
+
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MIN_CAPABILITY = (8, 0)
+MAX_PLANS = 4096  # a plan a token count: a run of free-running lengths must not grow without end
+
+
+@dataclass
+class Plan:
+    """What a kind of call needs, the same for every call with its key.
+
+    Attributes:
+        op: the operation.
+        activation: the activation.
+        M: tokens. widths: the widths in order of the layers, input first.
+        precision: ``"ieee"`` or ``"tf32"``, of fp32 products.
+        eager_reason: why PyTorch's own operations run instead, or None.
+        settings: the settings of each kernel, by the name the operation gives it.
+        launches: prepared launches, filled as they are first needed.
+        device_index: of the CUDA device, None under the interpreter.
+    """
+
+    op: str
+    activation: Activation
+    M: int
+    widths: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    precision: str
+    aligned: bool
+    eager_reason: str | None = None
+    settings: dict[str, Settings] = field(default_factory=dict)
+    launches: dict[Any, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.device_index: int | None = self.device.index if self.device.type == "cuda" else None
+        # Accurate tanh for fp32; the approximate instruction where the result is rounded to 16 bits on a GPU.
+        self.fast_tanh = self.device_index is not None and self.dtype != torch.float32
+
+    def choose(self, name: str, op: str, N: int, K: int) -> None:
+        """Calculate the settings of one kernel."""
+        self.settings[name] = settings.calculate_settings(
+            op, self.M, N, K, self.dtype, self.device, precision=self.precision, tma=self.aligned
+        )
+
+
+_plans: dict[Any, Plan] = {}
+
+
+def fp32_precision() -> str:
+    """``"ieee"`` or ``"tf32"``: what PyTorch's own fp32 products on CUDA do at this moment."""
+    try:
+        return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    except RuntimeError:  # set through the newer per-backend interface, which the older getter refuses to read
+        return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
+
+
+def find(
+    op: str, activation: Activation, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+) -> Plan:
+    """The plan of a call; x of any rank, weights [out, in] in layer order (gate, up, down for the gated MLP).
+
+    Everything that a prepared launch depends on is in the key, and everything that the checks look at: they run once
+    a key.
+
+    Raises:
+        TypeError, RuntimeError: what was passed in does not fit together, see :mod:`fusedmlp.checks`.
+    """
+    precision = fp32_precision() if x.dtype is torch.float32 else ""
+    key = (
+        op,
+        activation.name,
+        x.shape,
+        x.stride(),
+        x.dtype,
+        x.device,
+        x.data_ptr() % 16,
+        precision,
+        tuple([(w.shape, w.stride(), w.dtype, w.device, w.data_ptr() % 16) for w in weights]),
+        tuple([None if b is None else (b.shape, b.stride(), b.dtype, b.device, b.data_ptr() % 16) for b in biases]),
+        settings.overridden(),
+    )
+    plan = _plans.get(key)
+    if plan is None:
+        check_call(OPERATIONS[op], x, weights, biases)
+        if len(_plans) >= MAX_PLANS:
+            _plans.clear()
+        plan = _plans[key] = _make(op, activation, x, weights, biases, precision)
+    return plan
+
+
+def clear() -> None:
+    """Forget every plan."""
+    _plans.clear()
+
+
+def _make(
+    op: str,
+    activation: Activation,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    precision: str,
+) -> Plan:
+    K = x.shape[-1]
+    M = x.numel() // K if K else 0
+    widths = (K, *(w.shape[0] for w in weights))
+    device = x.device
+    plan = Plan(op, activation, M, widths, x.dtype, device, precision, _aligned(x, weights))
+    plan.eager_reason = why_eager(x, M, weights, biases)
+    if plan.eager_reason is None:
+        _CHOOSE[op](plan)
+    return plan
+
+
+def why_eager(x: Tensor, M: int, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> str | None:
+    """Why the kernels cannot serve these tensors, or None."""
+    if x.device.type != "cuda" and not (x.device.type == "cpu" and interpreting()):
+        return f"the tensors are on {x.device}; the kernels run on CUDA devices"
+    if x.dtype not in KERNEL_DTYPES:
+        return f"{x.dtype}: the kernels take float32, bfloat16 and float16"
+    if M == 0 or 0 in x.shape or any(0 in w.shape for w in weights):
+        return "an empty batch or a width of zero: nothing to fuse"
+    if x.device.type == "cuda" and info(x.device).capability < MIN_CAPABILITY:
+        major, minor = info(x.device).capability
+        return f"compute capability {major}.{minor}; the kernels need {MIN_CAPABILITY[0]}.0 or newer"
+    if any(w.stride(1) != 1 and w.shape[1] != 1 or w.stride(0) < w.shape[1] for w in weights):
+        return "a weight is not stored row by row"
+    if any(b is not None and b.stride(0) != 1 and b.shape[0] != 1 for b in biases):
+        return "a bias is not contiguous"
+    if not _has_triton():
+        return "Triton is not installed"
+    return None
+
+
+def _has_triton() -> bool:
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+@torch.compiler.assume_constant_result
+def interpreting() -> bool:
+    """Whether Triton's interpreter runs the kernels, on CPU tensors."""
+    if not _has_triton():
+        return False
+    from . import launch
+
+    return launch.interpreting()
+
+
+def _aligned(x: Tensor, weights: Sequence[Tensor]) -> bool:
+    """Whether TMA descriptors can describe every operand: base and row strides multiples of 16 bytes.
+
+    x is copied to fresh, aligned memory if its rows cannot be read where they are; its width decides then.
+    """
+    size = x.element_size()
+    if any(w.data_ptr() % 16 or w.stride(0) * size % 16 for w in weights):
+        return False
+    if any(w.shape[0] * size % 16 for w in weights) or x.shape[-1] * size % 16:
+        return False
+    return True
+
+
+def _choose_linear_act(plan: Plan) -> None:
+    K, N = plan.widths
+    plan.choose("forward", "linear_act", N, K)
+
+
+def _choose_glu_mlp(plan: Plan) -> None:
+    D, H, _, D_out = plan.widths
+    plan.choose("forward", "glu", H, D)
+    plan.choose("backward", "glu_backward", H, D_out)
+    plan.choose("dgrad", "dual_dgrad", D, H)
+
+
+def _choose_mlp(plan: Plan) -> None:
+    D, H, D_out = plan.widths
+    plan.choose("forward", "linear_act", H, D)
+    plan.choose("backward", "act_backward", H, D_out)
+
+
+def _choose_relu_mlp(plan: Plan) -> None:
+    if stack_fits(plan):
+        plan.choose("stack", "relu_stack", max(plan.widths[1:]), max(plan.widths))
+    for i, (K, N) in enumerate(zip(plan.widths, plan.widths[1:], strict=False)):
+        plan.choose(f"forward.{i}", "linear_act", N, K)
+        if i:
+            plan.choose(f"backward.{i}", "act_backward", K, N)
+
+
+def stack_fits(plan: Plan) -> bool:
+    """Whether one launch serves a whole ReLU stack: 2 to 4 layers whose 32 x 32 tiles fit on the device at once.
+
+    More tiles than multiprocessors would make each layer wait for a second round behind the barrier, where separate
+    launches with large tiles are faster.
+    """
+    layers = len(plan.widths) - 1
+    if not 2 <= layers <= 4 or plan.M > 256:
+        return False
+    if plan.dtype == torch.float32 and plan.precision == "ieee" and plan.device_index is not None:
+        return False
+    if plan.device_index is None:
+        return True
+    tiles = -(-plan.M // 32) * max(-(-n // 32) for n in plan.widths[1:])
+    return tiles <= info(plan.device).sms
+
+
+_CHOOSE = {
+    "linear_act": _choose_linear_act,
+    "glu_mlp": _choose_glu_mlp,
+    "mlp": _choose_mlp,
+    "relu_mlp": _choose_relu_mlp,
+}

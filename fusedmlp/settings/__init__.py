@@ -1,0 +1,84 @@
+"""How each kernel is launched for a shape: :func:`calculate_settings`. Never by benchmarking at run time.
+
+A measured table for the GPU model wins where it has the shape; else the heuristic decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from . import device, heuristic, tables
+from .types import FAMILIES, OPS, Settings
+
+__all__ = ["FAMILIES", "OPS", "Settings", "calculate_settings", "override", "overridden"]
+
+_override: ContextVar[tuple[tuple[str, Any], ...]] = ContextVar("fusedmlp_settings_override", default=())
+
+
+@contextmanager
+def override(**fields: Any) -> Iterator[None]:
+    """Force fields of every :class:`Settings` calculated inside, e.g. ``override(family="pointer", stages=2)``.
+
+    A forced ``family`` that the shape cannot take (TMA needs 16-byte strides) is not forced there.
+
+    Raises:
+        TypeError: a name is not a field of :class:`Settings`; the message lists them.
+    """
+    unknown = set(fields) - set(Settings.__dataclass_fields__)
+    if unknown:
+        raise TypeError(f"no such settings: {sorted(unknown)}; there are {sorted(Settings.__dataclass_fields__)}")
+    token = _override.set((*_override.get(), *sorted(fields.items())))
+    try:
+        yield
+    finally:
+        _override.reset(token)
+
+
+def overridden() -> tuple[tuple[str, Any], ...]:
+    """The forced fields, a part of every plan's key."""
+    return _override.get()
+
+
+def calculate_settings(
+    op: str,
+    M: int,
+    N: int,
+    K: int,
+    dtype: torch.dtype,
+    device_: torch.device | str,
+    *,
+    precision: str = "ieee",
+    tma: bool = True,
+) -> Settings:
+    """Settings for one kernel at one shape.
+
+    Args:
+        op: one of :data:`OPS`.
+        M: tokens. N: columns of the output (for the gated kernels, of gate alone). K: the summed dimension.
+        dtype: of the operands: float32, bfloat16 or float16.
+        device_: where it runs; a CPU means Triton's interpreter.
+        precision: of an fp32 product: ``"ieee"`` or ``"tf32"``; ignored for the 16-bit dtypes.
+        tma: False where a pointer or stride is no multiple of 16 bytes, which TMA descriptors need.
+
+    Raises:
+        ValueError: an unknown op.
+    """
+    if op not in OPS:
+        raise ValueError(f"unknown op {op!r}; the known ones are: {', '.join(OPS)}")
+    info = device.info(torch.device(device_))
+    tma = tma and info.has_tma and heuristic.tma_dtype(dtype)
+    forced = dict(overridden())
+    family = forced.pop("family", None)
+    if family == "tma" and not tma:
+        family = "pointer"
+    found = tables.lookup(info.slug, op, M, N, K, dtype, precision, tma) if family is None else None
+    if found is None:
+        family = family or heuristic.family(op, dtype, precision, tma, info)
+        found = heuristic.settings(op, M, N, K, dtype, family, info)
+    return replace(found, **forced) if forced else found

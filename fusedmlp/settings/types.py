@@ -1,0 +1,40 @@
+"""The typed settings of a kernel launch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# tma: persistent, TMA descriptors (sm_90 and newer). pointer: plain loads. pair: cuBLAS and one pointwise kernel.
+FAMILIES = ("tma", "pointer", "pair")
+
+OPS = ("linear_act", "glu", "glu_backward", "act_backward", "dual_dgrad", "relu_stack")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How one GEMM kernel is launched.
+
+    Attributes:
+        family: one of :data:`FAMILIES`.
+        block_m, block_n, block_k: the tile, in elements (for the gated forward block_n of gate and of up each).
+        group: tile rows a band, for L2 reuse.
+        parts: column parts of the epilogue (1, 2 or 4), which bound its registers.
+        warps, stages: per program; stages of the load pipeline.
+        ctas_per_sm: programs a multiprocessor holds, for persistent grids.
+    """
+
+    family: str
+    block_m: int = 64
+    block_n: int = 64
+    block_k: int = 32
+    group: int = 8
+    parts: int = 1
+    warps: int = 4
+    stages: int = 3
+    ctas_per_sm: int = 1
+
+    def __str__(self) -> str:
+        if self.family == "pair":
+            return "pair (cuBLAS + pointwise)"
+        tile = f"{self.block_m}x{self.block_n}x{self.block_k}"
+        return f"{self.family} {tile} warps {self.warps} stages {self.stages} parts {self.parts}"

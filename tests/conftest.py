@@ -1,0 +1,87 @@
+"""What every test stands on: seeds, restored global settings, the `gpu` marker, threads per worker.
+
+Tests marked `gpu`, and all tests under tests/gpu, need a CUDA device. Without one they are skipped and
+counted in a section of their own at the end; with FUSEDMLP_REQUIRE_GPU=1 they are errors instead.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+
+SEED = 20250607
+GPU_FOLDER = Path(__file__).parent / "gpu"
+NO_DEVICE = "no CUDA device"
+
+
+def has_gpu() -> bool:
+    return torch.cuda.is_available()
+
+
+def gpu_required() -> bool:
+    return os.environ.get("FUSEDMLP_REQUIRE_GPU", "0") not in ("", "0")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Workers share the cores: PyTorch's default is all cores for each of them.
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if GPU_FOLDER in item.path.parents:
+            item.add_marker("gpu")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") is None or has_gpu():
+        return
+    if gpu_required():
+        pytest.fail(f"{NO_DEVICE}, and FUSEDMLP_REQUIRE_GPU is set", pytrace=False)
+    pytest.skip(NO_DEVICE)
+
+
+def pytest_report_header() -> str:
+    device = torch.cuda.get_device_name() if has_gpu() else "none"
+    interpreter = os.environ.get("TRITON_INTERPRET", "0")
+    return f"torch {torch.__version__}, CUDA device: {device}, TRITON_INTERPRET={interpreter}"
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    skipped = terminalreporter.stats.get("skipped", [])
+    count = sum("gpu" in report.keywords and NO_DEVICE in str(report.longrepr) for report in skipped)
+    if count:
+        terminalreporter.section(f"GPU TESTS SKIPPED: {count} ({NO_DEVICE})", sep="!", red=True, bold=True)
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    random.seed(SEED)
+    numpy.random.seed(SEED)
+    torch.manual_seed(SEED)
+
+
+@pytest.fixture(autouse=True)
+def _restored_settings() -> Iterator[None]:
+    """PyTorch's global settings that tests change, put back however the test ends."""
+    precision = torch.get_float32_matmul_precision()
+    dtype = torch.get_default_dtype()
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    yield
+    torch.set_float32_matmul_precision(precision)
+    torch.set_default_dtype(dtype)
+    torch.use_deterministic_algorithms(deterministic)
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """The device that the suite runs on: the GPU where there is one."""
+    return torch.device("cuda" if has_gpu() else "cpu")

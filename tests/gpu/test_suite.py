@@ -1,0 +1,61 @@
+"""The suite on a GPU: as dispatched, and with each kernel family forced."""
+
+import pytest
+import torch
+from support.autocast_suite import AutocastSuite
+from support.autograd_suite import AutogradSuite
+from support.bad_input_suite import BadInputSuite
+from support.cases import FULL_LEADS, FULL_WIDTHS, SMALL_LEADS, SMALL_WIDTHS, covering_cases
+from support.fault_suite import FaultSuite
+from support.functorch_suite import FunctorchSuite
+from support.operations import OPERATIONS
+from support.runner import check_op
+from support.saved_suite import SavedMemorySuite
+
+from fusedmlp import settings
+
+pytestmark = pytest.mark.gpu
+
+CASES = [case for op in OPERATIONS for case in covering_cases(op, FULL_LEADS, FULL_WIDTHS)]
+FORCED = [case for op in OPERATIONS for case in covering_cases(op, SMALL_LEADS, SMALL_WIDTHS)]
+
+
+@pytest.fixture
+def device() -> torch.device:
+    return torch.device("cuda")
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_accuracy(case, device):
+    check_op(case, device)
+
+
+@pytest.mark.parametrize("family", ["pointer", "tma"])
+@pytest.mark.parametrize("case", FORCED, ids=lambda case: case.id)
+def test_accuracy_of_each_family(case, device, family):
+    with settings.override(family=family):
+        check_op(case, device)
+
+
+class TestFaults(FaultSuite):
+    pass
+
+
+class TestAutograd(AutogradSuite):
+    pass
+
+
+class TestSavedMemory(SavedMemorySuite):
+    pass
+
+
+class TestAutocast(AutocastSuite):
+    pass
+
+
+class TestFunctorch(FunctorchSuite):
+    pass
+
+
+class TestBadInput(BadInputSuite):
+    pass

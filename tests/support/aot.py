@@ -1,0 +1,155 @@
+"""Compile the kernels ahead of time, for GPUs that are not there.
+
+What the package would launch is recorded rather than written down again: the operations run on meta tensors with a
+pretended device, and each launch is compiled for that device with the argument types it was given.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from torch import Tensor
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import ASTSource
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from fusedmlp import launch, launchers, plan, settings
+from fusedmlp.launchers import glu as glu_launcher
+from fusedmlp.settings.device import DeviceInfo
+
+SHARED_MEMORY = {
+    80: 166_912,
+    90: 232_448,
+    100: 232_448,
+}  # bytes a block; CUDA C++ guide, technical specifications
+DEVICES = {
+    80: DeviceInfo("nvidia-a100", (8, 0), 108),
+    90: DeviceInfo("nvidia-h200", (9, 0), 132),
+    100: DeviceInfo("nvidia-b200", (10, 0), 148),
+}
+_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int32: "i32"}
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A launch as it would have been made: the kernel, its argument types and its options."""
+
+    kernel: Any
+    signature: tuple[str, ...]
+    constants: tuple[tuple[int, Any], ...]
+    divisible: tuple[int, ...]
+    options: tuple[tuple[str, Any], ...]
+
+    @property
+    def name(self) -> str:
+        return str(self.kernel.fn.__name__)
+
+    def __str__(self) -> str:
+        named = {self.kernel.arg_names[i]: v for i, v in self.constants if v is not None}
+        shown = ",".join(f"{k}={v}" for k, v in named.items() if k.isupper())
+        return f"{self.name}[{self.signature[0]}]({shown},{dict(self.options)})"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What ptxas said of a kernel. Bytes of spill stores and of shared memory; warnings by number."""
+
+    registers: int
+    spills: int
+    shared: int
+    warnings: tuple[str, ...]
+
+
+def _type_of(value: Any) -> str:
+    if isinstance(value, TensorDescriptor):
+        return f"tensordesc<{_NAMES[value.base.dtype]}{list(value.block_shape)}>".replace(" ", "")
+    if isinstance(value, Tensor):
+        return f"*{_NAMES[value.dtype]}"
+    return "i32" if -(2**31) <= value < 2**31 else "i64"
+
+
+def record(sink: list[Recorded]) -> Any:
+    """A stand-in for ``Launch.__call__`` that writes the launch down."""
+
+    def call(self: launch.Launch, device_index: int | None, *args: Any) -> None:
+        kernel = self.kernel
+        signature: list[str] = []
+        constants: list[tuple[int, Any]] = []
+        divisible: list[int] = []
+        for i, value in enumerate(args):
+            fixed = value is None or (isinstance(value, int) and value == 1)
+            if fixed and not kernel.params[i].do_not_specialize:
+                signature.append("constexpr")
+                constants.append((i, value))
+                continue
+            signature.append(_type_of(value))
+            if isinstance(value, Tensor):
+                divisible.append(i)
+            elif isinstance(value, int) and value % 16 == 0 and not kernel.params[i].do_not_specialize:
+                divisible.append(i)
+        for i, value in enumerate(self.constants, start=len(args)):
+            signature.append("constexpr")
+            constants.append((i, value))
+        if len(signature) != len(kernel.arg_names):
+            raise AssertionError(f"{kernel.fn.__name__} takes {kernel.arg_names}, got {len(signature)} values")
+        options = tuple(sorted(self.options.items()))
+        entry = Recorded(kernel, tuple(signature), tuple(constants), tuple(divisible), options)
+        if entry not in sink:
+            sink.append(entry)
+
+    return call
+
+
+@contextmanager
+def pretended(capability: int) -> Iterator[list[Recorded]]:
+    """Meta tensors take the kernels' way as if they lay on a GPU of that capability; yields what was launched."""
+    recorded: list[Recorded] = []
+    info = DEVICES[capability]
+
+    def describe_two(gate: Tensor, up: Tensor, block: list[int]) -> tuple[TensorDescriptor, bool]:
+        rows, columns = gate.shape  # meta tensors have no distance
+        return TensorDescriptor(gate, [2, rows, columns], [rows * columns, columns, 1], block), False
+
+    def finish(self: plan.Plan) -> None:
+        self.device_index = 0
+        self.fast_tanh = self.dtype != torch.float32
+
+    with ExitStack() as stack:
+        for module in (settings.device, plan, launchers.common):
+            stack.enter_context(mock.patch.object(module, "info", return_value=info))
+        stack.enter_context(mock.patch.object(plan, "why_eager", return_value=None))
+        stack.enter_context(mock.patch.object(plan.Plan, "__post_init__", finish))
+        stack.enter_context(mock.patch.object(launch.Launch, "__call__", record(recorded)))
+        stack.enter_context(mock.patch.object(glu_launcher, "describe_two", describe_two))
+        plan.clear()
+        yield recorded
+    plan.clear()
+
+
+def compile_for(entry: Recorded, capability: int, capfd: Any) -> Report:
+    """Compile one recorded launch; the log of ptxas is read from stdout, through pytest's ``capfd``."""
+    kernel = entry.kernel
+    signature = dict(zip(kernel.arg_names, entry.signature, strict=True))
+    constants = {(i,): value for i, value in entry.constants}
+    attributes = {(i,): [["tt.divisibility", 16]] for i in entry.divisible}
+    source = ASTSource(kernel, signature, constants, attributes)
+    capfd.readouterr()
+    with knobs.nvidia.scope(), knobs.compilation.scope():
+        knobs.nvidia.dump_ptxas_log = True
+        knobs.compilation.always_compile = True
+        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(entry.options))
+    log = capfd.readouterr().out
+    registers = [int(n) for n in re.findall(r"Used (\d+) registers", log)]
+    if not registers:
+        raise AssertionError(f"no ptxas report for {entry}: {log[:500]!r}")
+    spills = [int(n) for n in re.findall(r"(\d+) bytes spill stores", log)]
+    warnings = tuple(sorted(set(re.findall(r"C7\d\d\d", log))))
+    return Report(max(registers), max(spills), compiled.metadata.shared, warnings)

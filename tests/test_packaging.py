@@ -1,0 +1,268 @@
+"""The wheel, the Hub description, the import of the package, and the rules that its source files keep."""
+
+from __future__ import annotations
+
+import ast
+import json
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import fusedmlp
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "fusedmlp"
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+MAX_LINES = 400
+
+# The line of the package, from top to bottom: a module imports from lower rows only, or from its own.
+LINE = [
+    {"modules", "layers", "_glu", "_linear_act", "_mlp"},
+    {"functional"},
+    {"autograd", "ops"},
+    {"operations"},
+    {"launchers"},
+    {"plan"},
+    {"settings", "launch"},
+    {"kernels"},
+]
+RANK = {name: len(LINE) - row for row, names in enumerate(LINE) for name in names}
+# Rooms beside the line: they may import all of it, and none of it imports them.
+SIDE = {"profiling", "integrations", "demo", "tune", "hub", "cli", "__main__"}
+# The one way out of the line: from_safetensors() imports its checkpoint reader when it is called.
+WHEN_CALLED = {(layer, "integrations") for layer in LINE[0]}
+# Everything else (activations, reference, checks, ...) is shared ground below the line.
+SHARED = 0
+
+GENERAL_REQUIRED = {"name", "version", "edition", "license", "backends"}
+GENERAL_OPTIONAL = {
+    *("upstream", "source", "python-depends", "kernel-depends", "hub", "cuda", "xpu", "neuron", "tpu"),
+}
+NOARCH_KEYS = {"pyext", "cuda_capabilities", "rocm_archs"}
+BACKENDS = {"cann", "cpu", "cuda", "metal", "neuron", "rocm", "tpu", "xpu"}
+
+
+def read_toml(name: str) -> dict:
+    return tomllib.loads((ROOT / name).read_text())
+
+
+def room_of(path: Path) -> str:
+    """The name of the module or sub-package directly under fusedmlp/ that a file belongs to."""
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imports_of(path: Path, tree: ast.AST) -> set[tuple[str, bool]]:
+    """The rooms of fusedmlp that a file imports from, and whether only when a function of it is called.
+
+    What is imported for type checkers alone does not count.
+    """
+    package = path.relative_to(ROOT).parent.parts
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    inside = {id(node) for function in functions for node in ast.walk(function)}
+    typing_blocks = [
+        node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    ]
+    for_types = {id(node) for block in typing_blocks for child in block.body for node in ast.walk(child)}
+    found: set[tuple[str, bool]] = set()
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.ImportFrom) or node.level == 0 or id(node) in for_types:
+            continue
+        base = package[: len(package) - node.level + 1]
+        target = [*base, *(node.module.split(".") if node.module else [])]
+        # from .. import name: modules of the package, or public names of its __init__
+        names = [alias.name if is_room(alias.name) else "__init__" for alias in node.names]
+        rooms = [target[1]] if len(target) > 1 else names
+        found.update((room, id(node) in inside) for room in rooms)
+    return found
+
+
+def is_room(name: str) -> bool:
+    return (PACKAGE / f"{name}.py").is_file() or (PACKAGE / name).is_dir()
+
+
+def may_import(importer: str, imported: str, when_called: bool = False) -> bool:
+    if importer == imported or importer in SIDE:
+        return True
+    if when_called and (importer, imported) in WHEN_CALLED:
+        return True
+    if imported in SIDE or imported == "__init__":
+        return False
+    return RANK.get(importer, SHARED) > RANK.get(imported, SHARED) or same_row(importer, imported)
+
+
+def same_row(one: str, other: str) -> bool:
+    return RANK.get(one, SHARED) == RANK.get(other, SHARED)
+
+
+def test_there_is_something_to_check():
+    assert {room_of(path) for path in SOURCES} >= {"__init__", "modules", "functional", "plan", "kernels"}
+
+
+def test_version_is_the_same_everywhere():
+    assert read_toml("pyproject.toml")["project"]["version"] == fusedmlp.__version__
+
+
+def test_build_toml_is_valid_edition_5():
+    build = read_toml("build.toml")
+    assert set(build) == {"general", "torch-noarch"}
+    general, noarch = build["general"], build["torch-noarch"]
+    assert set(general) >= GENERAL_REQUIRED
+    assert set(general) <= GENERAL_REQUIRED | GENERAL_OPTIONAL
+    assert set(noarch) <= NOARCH_KEYS
+    assert general["edition"] == 5
+    assert isinstance(general["version"], int)
+    assert general["backends"]
+    assert set(general["backends"]) <= BACKENDS
+    assert set(general.get("hub", {})) <= {"repo-id", "branch"}
+    assert {"py", "json"} <= set(noarch["pyext"])
+
+
+def test_build_toml_agrees_with_pyproject():
+    general, project = read_toml("build.toml")["general"], read_toml("pyproject.toml")["project"]
+    assert general["name"] == project["name"] == PACKAGE.name
+    assert general["license"] == project["license"] == "Apache-2.0"
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    """The wheel, built without an index from a copy, so that the checkout stays as it is."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    source.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source / name)
+    shutil.copytree(PACKAGE, source / "fusedmlp", ignore=shutil.ignore_patterns("__pycache__"))
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index"]
+    done = subprocess.run(
+        [*command, "--wheel-dir", str(folder), str(source)], capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (path,) = folder.glob("*.whl")
+    return zipfile.ZipFile(path)
+
+
+def test_wheel_installs_anywhere(wheel: zipfile.ZipFile):
+    assert Path(str(wheel.filename)).name == f"fusedmlp-{fusedmlp.__version__}-py3-none-any.whl"
+    compiled = [name for name in wheel.namelist() if name.endswith((".so", ".pyd", ".dylib"))]
+    assert compiled == []
+
+
+def test_wheel_holds_the_package_and_nothing_else(wheel: zipfile.ZipFile):
+    data = [path for end in ("*.json", "*.txt") for path in PACKAGE.rglob(end)]
+    expected = {path.relative_to(ROOT).as_posix() for path in [*SOURCES, *data, PACKAGE / "py.typed"]}
+    found = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    assert found == expected
+
+
+def test_wheel_names_its_requirements(wheel: zipfile.ZipFile):
+    (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
+    lines = wheel.read(name).decode().splitlines()
+    needed = [line for line in lines if line.startswith("Requires-Dist:") and "extra ==" not in line]
+    assert {line.split()[1].split(">")[0] for line in needed} == {"torch", "safetensors", "triton"}
+    assert "License-Expression: Apache-2.0" in lines
+    assert "Requires-Python: >=3.10" in lines
+    extras = {line.split()[1] for line in lines if line.startswith("Provides-Extra:")}
+    assert extras >= {"kernels", "transformers", "demo", "test", "dev"}
+
+
+IMPORT_PROBE = """
+import json, sys
+import fusedmlp
+import torch
+runtime = sys.modules.get("triton.runtime.driver")
+driver = getattr(runtime, "driver", None)
+print(json.dumps({
+    "cuda": torch.cuda.is_initialized(),
+    "driver": bool(driver and (getattr(driver, "_active", None) or getattr(driver, "_default", None))),
+    "side": sorted(m for m in sys.modules if m.startswith((%s))),
+}))
+"""
+
+
+def test_import_touches_no_gpu():
+    side = ", ".join(f'"fusedmlp.{name}"' for name in sorted(SIDE))
+    command = [sys.executable, "-c", IMPORT_PROBE % side]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {"cuda": False, "driver": False, "side": []}
+
+
+IMPORT_WITHOUT_TRITON = """
+import sys
+sys.modules["triton"] = None
+import torch, fusedmlp
+x = torch.ones(2, 3)
+weight = torch.ones(4, 3)
+print(fusedmlp.linear_act(x, weight, activation="relu").sum().item())
+"""
+
+
+def test_package_works_without_triton():
+    command = [sys.executable, "-c", IMPORT_WITHOUT_TRITON]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) == 24.0
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.relative_to(PACKAGE).as_posix())
+class TestSourceFile:
+    def test_is_short(self, path: Path):
+        assert len(path.read_text().splitlines()) <= MAX_LINES
+
+    def test_imports_itself_relatively(self, path: Path):
+        """The Hub loads the package under another name, where `import fusedmlp` finds nothing."""
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                assert all(alias.name.split(".")[0] != "fusedmlp" for alias in node.names), node.lineno
+            if isinstance(node, ast.ImportFrom) and node.level == 0:
+                assert (node.module or "").split(".")[0] != "fusedmlp", node.lineno
+
+    def test_imports_downwards(self, path: Path):
+        room = room_of(path)
+        if room == "__init__":  # the public names: test_import_touches_no_gpu sees what it imports
+            return
+        imported = imports_of(path, ast.parse(path.read_text()))
+        wrong = sorted(name for name, when_called in imported if not may_import(room, name, when_called))
+        assert wrong == [], f"{room} may not import {wrong}"
+
+
+@pytest.mark.parametrize(
+    "importer, imported, when_called, allowed",
+    [
+        ("modules", "functional", False, True),
+        ("functional", "modules", False, False),
+        ("functional", "modules", True, False),
+        ("autograd", "ops", False, True),
+        ("kernels", "settings", False, False),
+        ("kernels", "activations", False, True),
+        ("activations", "kernels", False, False),
+        ("plan", "profiling", True, False),
+        ("modules", "integrations", False, False),
+        ("modules", "integrations", True, True),
+        ("functional", "integrations", True, False),
+        ("cli", "profiling", False, True),
+        ("kernels", "__init__", False, False),
+    ],
+)
+def test_import_rule(importer: str, imported: str, when_called: bool, allowed: bool):
+    assert may_import(importer, imported, when_called) is allowed
+
+
+def test_import_rule_sees_every_form():
+    forms = ["from . import plan", "from .kernels.glu import f", "def g(): from .cli import main"]
+    forms.append("if TYPE_CHECKING:\n    from .tune import T")
+    source = "\n".join([*forms, "from . import __version__"])
+    found = imports_of(PACKAGE / "modules.py", ast.parse(source))
+    assert found == {("plan", False), ("kernels", False), ("cli", True), ("__init__", False)}
+    source = "from ..settings import x\nfrom .a import b"
+    nested = imports_of(PACKAGE / "kernels" / "glu.py", ast.parse(source))
+    assert nested == {("settings", False), ("kernels", False)}

@@ -29,7 +29,7 @@ from fusedmlp.profiling import capture_events, count_launches
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).resolve().parent / "results"
-PASSES = ("forward", "step")
+PASSES = ("forward", "backward", "step")
 METRICS = ("kernel_us", "graph_us", "wall_us", "host_us", "kernels", "peak_bytes", "saved_bytes", "rel_error")
 ROW_KEYS = (
     *("op", "pass", "tokens", "hidden", "intermediate", "dtype", "bias", "variant", "metric"),
@@ -264,16 +264,21 @@ def _graph(call: Call, sets: int) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def wall_us(variants: dict[str, Call], sets: int, rounds: int = 40) -> dict[str, list[float]]:
-    """Wall-clock time of a call that starts and ends with an idle device, in microseconds."""
+def wall_us(variants: dict[str, Call], sets: int, rounds: int = 40, calls: int = 10) -> dict[str, list[float]]:
+    """Wall-clock time of a call, in microseconds: blocks of ``calls`` in a row that start and end with an idle device.
+
+    A block is what a loop over batches does; its variants take turns.
+    """
     times: dict[str, list[float]] = {name: [] for name in variants}
     for i, order in enumerate(turns(list(variants), rounds)):
         for name in order:
+            call = variants[name]
             torch.cuda.synchronize()
             begin = time.perf_counter()
-            variants[name](i % sets)
+            for j in range(i, i + calls):
+                call(j % sets)
             torch.cuda.synchronize()
-            times[name].append((time.perf_counter() - begin) * 1e6)
+            times[name].append((time.perf_counter() - begin) * 1e6 / calls)
     return times
 
 

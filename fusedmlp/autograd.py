@@ -7,8 +7,7 @@ a backward is itself differentiated (``create_graph=True``), the gradients come 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,16 +19,6 @@ from .operations import OPERATIONS
 from .plan import Plan
 
 
-@contextmanager
-def _no_autocast(device_type: str) -> Iterator[None]:
-    """Backward works in the dtypes that forward chose, whatever autocast says where it runs."""
-    if not autocasting(device_type):
-        yield
-        return
-    with torch.autocast(device_type, enabled=False):
-        yield
-
-
 class Fused(torch.autograd.Function):
     """Any of the operations; operands are x, then all weights, then all biases."""
 
@@ -39,7 +28,8 @@ class Fused(torch.autograd.Function):
         layers = len(operands) // 2
         save = not recompute and operation.keeps(ctx.needs_input_grad[2:])
         y, saved = operation.forward(plan, x, operands[:layers], operands[layers:], save)
-        out = y.view(*x.shape[:-1], y.shape[1])
+        # An alias, not a view: users may change the result in place.
+        out = y if x.dim() == 2 else torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[1]))
         # An output is saved as what forward returns: autograd then keeps no reference from the graph to itself.
         ctx.save_for_backward(x, *operands, *[out if t is y else t for t in saved])
         ctx.plan = plan
@@ -51,16 +41,32 @@ class Fused(torch.autograd.Function):
         operands, saved = len(needs) - 1, ctx.saved_tensors
         x, layers = saved[0], operands // 2
         weights, biases, kept = saved[1 : 1 + layers], saved[1 + layers : 1 + operands], saved[1 + operands :]
-        with _no_autocast(x.device.type):
-            if torch.is_grad_enabled():
-                return None, None, *_differentiable(ctx.plan, x, weights, biases, needs, gy)
-            plan = ctx.plan
-            if plan.precision and plan.precision != plans.fp32_precision():
-                # Products follow the setting of this moment; forward ran under another.
-                plan = plans.find(plan.op, plan.activation, x, weights, biases)
-            kept = [t.view(-1, t.shape[-1]) for t in kept]
-            dx, *rest = OPERATIONS[plan.op].backward(plan, gy, x, weights, biases, kept, needs)
-        return None, None, None if dx is None else dx.view(x.shape), *rest
+        if autocasting(x.device.type):
+            # Backward works in the dtypes that forward chose, whatever autocast says where it runs.
+            with torch.autocast(x.device.type, enabled=False):
+                return None, None, *_gradients(ctx.plan, x, weights, biases, kept, needs, gy)
+        return None, None, *_gradients(ctx.plan, x, weights, biases, kept, needs, gy)
+
+
+def _gradients(
+    plan: Plan,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    kept: Sequence[Tensor],
+    needs: Sequence[bool],
+    gy: Tensor,
+) -> tuple[Tensor | None, ...]:
+    if torch.is_grad_enabled():
+        return _differentiable(plan, x, weights, biases, needs, gy)
+    if plan.precision and plan.precision != plans.fp32_precision():
+        # Products follow the setting of this moment; forward ran under another.
+        plan = plans.find(plan.op, plan.activation, x, weights, biases)
+    if x.dim() == 2:
+        return OPERATIONS[plan.op].backward(plan, gy, x, weights, biases, kept, needs)  # type: ignore[no-any-return]
+    kept = [t.view(-1, t.shape[-1]) for t in kept]
+    dx, *rest = OPERATIONS[plan.op].backward(plan, gy, x, weights, biases, kept, needs)
+    return None if dx is None else dx.view(x.shape), *rest
 
 
 def _differentiable(

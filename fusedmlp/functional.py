@@ -172,7 +172,7 @@ def _call(
 
         return Fused.apply(plan, recompute, x, *weights, *biases)  # type: ignore[no-any-return]
     y, _ = operation.forward(plan, x, weights, biases, False)
-    return y.view(*x.shape[:-1], y.shape[1])  # type: ignore[no-any-return]
+    return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[1])  # type: ignore[no-any-return]
 
 
 def _traced(

@@ -1,24 +1,28 @@
 """Launches Triton kernels with little host work. The only module that touches Triton's private interface.
 
-Two paths. The public one, ``kernel[grid](...)``, specialises, compiles and launches; it serves the first launch of
-every :class:`Launch`, and all of them under Triton's interpreter or on a Triton that is not known here. The other
-calls the compiled kernel's ``run`` directly, whose arguments are the same in the releases listed in ``_KNOWN``.
+Three paths, chosen once for each :class:`Launch`:
+
+* public: ``kernel[grid](...)`` specialises, compiles and launches. The first launch of each, and all of them under
+  Triton's interpreter, on a Triton that is not known here, and while a launch hook (Proton) is installed.
+* run: the compiled kernel's ``run``, whose arguments are the same in the releases of ``_RUN``.
+* raw: the C function under ``run`` (``_RAW``), which takes addresses and encoded tensor maps. Maps are kept by the
+  address they describe, so a steady call encodes none.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-_KNOWN = {(3, 5), (3, 6), (3, 7), (3, 8), (3, 9)}
+_RUN = {(3, 5), (3, 6), (3, 7), (3, 8), (3, 9)}
+_RAW = {(3, 5), (3, 6)}
+MAX_MAPS = 1024  # tensor maps kept for one argument; an allocator hands out the same addresses again and again
 
-
-def _version() -> tuple[int, int]:
-    major, minor = triton.__version__.split(".")[:2]
-    return int(major), int(minor)
+_VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
 
 
 def interpreting() -> bool:
@@ -26,45 +30,126 @@ def interpreting() -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
-_DIRECT = _version() in _KNOWN
+class Tile(NamedTuple):
+    """How an argument is seen through a TMA descriptor: sizes and strides in elements, the box of one access.
+
+    ``offset`` is where the view starts in the tensor that is passed. For a pair of tensors of the same shape, passed
+    as a tuple, the outermost dimension (size 2) runs over them, the lower in memory first; its stride is their
+    distance, filled in here.
+    """
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    block: tuple[int, ...]
+    offset: int = 0
+
+
+def _descriptor(tile: Tile, tensor: Tensor | tuple[Tensor, Tensor]) -> TensorDescriptor:
+    if isinstance(tensor, tuple):
+        lower, upper = sorted(tensor, key=lambda t: t.data_ptr())
+        distance = (upper.data_ptr() - lower.data_ptr()) // lower.element_size()
+        return TensorDescriptor(lower, list(tile.shape), [distance, *tile.strides[1:]], list(tile.block))
+    if tile.offset:
+        tensor = tensor.as_strided((1,), (1,), tensor.storage_offset() + tile.offset)
+    return TensorDescriptor(tensor, list(tile.shape), list(tile.strides), list(tile.block))
 
 
 class Launch:
     """One kernel with its grid, compile-time constants and options; callable with the run-time arguments.
 
-    The run-time arguments must be of the same kind at each call (dtypes, alignment, divisibility by 16): whoever
-    keeps a Launch keys it by them.
+    ``tiles`` maps the positions of TMA arguments to how they are seen; the tensors themselves are passed at each call.
+    The run-time arguments must be of the same kind at each call (dtypes, alignment, divisibility by 16, the shapes
+    in ``tiles``): whoever keeps a Launch keys it by them.
     """
 
-    __slots__ = ("kernel", "grid", "constants", "options", "_run", "_function", "_metadata")
+    __slots__ = ("_args", "_launcher", "_maps", "_pointers", "_raw", "constants", "grid", "kernel", "options", "tiles")
 
-    def __init__(self, kernel: Any, grid: int, constants: tuple[Any, ...], **options: Any) -> None:
+    def __init__(
+        self,
+        kernel: Any,
+        grid: int,
+        constants: tuple[Any, ...],
+        tiles: dict[int, Tile] | None = None,
+        **options: Any,
+    ) -> None:
         self.kernel = kernel
         self.grid = grid
         self.constants = constants
         self.options = options
-        self._run: Any = None
-        self._function: Any = None
-        self._metadata: Any = None
-
-    @property
-    def name(self) -> str:
-        return str(self.kernel.fn.__name__)
+        self.tiles = tiles or {}
+        self._launcher: Any = None  # the compiled kernel's run, or the C function under it
+        self._raw = False
+        self._args: tuple[Any, ...] = ()  # what comes before the kernel's own arguments, less grid and stream
+        self._maps: list[tuple[int, Tile, Any, dict[Any, list[Any]]]] = []  # position, tile, its meta, encoded maps
+        self._pointers: tuple[int, ...] = ()
 
     def __call__(self, device_index: int | None, *args: Any) -> None:
         """Launch on the current stream of the device, which must be the current one."""
-        if self._run is None:
-            compiled = self.kernel[(self.grid,)](*args, *self.constants, **self.options)
-            if _DIRECT and device_index is not None and compiled is not None:
-                self._run = compiled.run
-                self._function = compiled.function
-                self._metadata = compiled.packed_metadata
-            return
-        if _hooked():
-            self.kernel[(self.grid,)](*args, *self.constants, **self.options)
+        if self._launcher is None or _hooked():
+            compiled = self.kernel[(self.grid,)](*self._public(args), *self.constants, **self.options)
+            if self._launcher is None and device_index is not None and compiled is not None and _VERSION in _RUN:
+                self._adopt(compiled, args)
             return
         stream = torch._C._cuda_getCurrentRawStream(device_index)  # type: ignore[arg-type]
-        self._run(self.grid, 1, 1, stream, self._function, self._metadata, None, None, None, *args, *self.constants)
+        if not self._raw:
+            self._launcher(self.grid, 1, 1, stream, *self._args, *self._public(args), *self.constants)
+            return
+        flat = list(args)
+        for i in self._pointers:
+            flat[i] = flat[i].data_ptr()
+        for i, tile, meta, maps in self._maps:
+            tensor = flat[i]
+            key = (tensor[0].data_ptr(), tensor[1].data_ptr()) if type(tensor) is tuple else tensor.data_ptr()
+            encoded = maps.get(key)
+            if encoded is None:
+                encoded = list(_make_tensordesc_arg(_descriptor(tile, tensor), meta))
+                if len(maps) >= MAX_MAPS:
+                    maps.clear()
+                maps[key] = encoded
+            flat[i : i + 1] = encoded
+        self._launcher(self.grid, 1, 1, stream, *self._args, *flat, *self.constants)
+
+    def _public(self, args: tuple[Any, ...]) -> list[Any]:
+        return [_descriptor(self.tiles[i], a) if i in self.tiles else a for i, a in enumerate(args)]
+
+    def _adopt(self, compiled: Any, args: tuple[Any, ...]) -> None:
+        """Take the fastest path that this compiled kernel offers."""
+        self._pointers = tuple(i for i, a in enumerate(args) if isinstance(a, Tensor) and i not in self.tiles)
+        function = _c_function(compiled)
+        if function is None:
+            self._args = (compiled.function, compiled.packed_metadata, None, None, None)
+            self._launcher = compiled.run
+            return
+        self._raw = True
+        cooperative, dependent = compiled.run.launch_cooperative_grid, compiled.run.launch_pdl
+        self._args = (compiled.function, cooperative, dependent, None, None, compiled.packed_metadata, None, None, None)
+        metas = getattr(compiled.metadata, "tensordesc_meta", None) or []
+        maps: list[tuple[int, Tile, Any, dict[Any, list[Any]]]] = []
+        for n, (i, tile) in enumerate(sorted(self.tiles.items())):
+            maps.append((i, tile, metas[n] if metas else None, {}))
+        # Last position first: putting a map's values in place must not move the positions still to come.
+        self._maps = maps[::-1]
+        self._launcher = function
+
+
+def _make_tensordesc_arg(descriptor: TensorDescriptor, meta: Any) -> Any:
+    from triton.backends.nvidia.driver import make_tensordesc_arg
+
+    return make_tensordesc_arg(descriptor, meta)
+
+
+def _c_function(compiled: Any) -> Any:
+    """The C function that launches, where this Triton has one that takes flat arguments and no scratch memory."""
+    if _VERSION not in _RAW:
+        return None
+    launcher = compiled.run
+    if launcher.global_scratch_size or launcher.profile_scratch_size:
+        return None
+    closure = getattr(launcher.launch, "__closure__", None) or ()
+    for found in (launcher.launch, *[cell.cell_contents for cell in closure]):
+        if type(found).__name__ == "builtin_function_or_method" and found.__name__ == "launch":
+            return found
+    return None
 
 
 def _hooked() -> bool:

@@ -61,7 +61,7 @@ def test_row_has_the_keys_of_the_format_and_its_statistics() -> None:
 @pytest.mark.parametrize(
     "pass_, metric, values, message",
     [
-        ("backward", "kernel_us", [1.0], "pass must be one of forward, step"),
+        ("inference", "kernel_us", [1.0], "pass must be one of forward, backward, step"),
         ("step", "seconds", [1.0], "metric must be one of kernel_us"),
         ("step", "wall_us", [], "finite values"),
         ("step", "wall_us", [1.0, math.nan], "finite values"),

@@ -12,12 +12,13 @@ from ..launch import Launch, barrier_counters
 from ..plan import Plan
 from .common import (
     ceil_div,
-    describe,
     launch_options,
     persistent_grid,
+    pointwise_options,
     prepared,
     resident_grid,
     row_stride,
+    rows_tile,
     scratch,
     sum_parts,
 )
@@ -46,13 +47,13 @@ def act_backward(
         return dpre, a, db, gy.sum(0) if out_bias_grad else None
     dpre = torch.empty_like(saved)
     a = torch.empty_like(saved) if store_a else None
-    tiles_m = ceil_div(M, settings.block_m)
-    tiles = tiles_m * ceil_div(N, settings.block_n)
     biases = bias_grad or out_bias_grad
-    gy_parts = sum_parts(plan, K)
     pre_sum = gy_sum = db = db_out = counters = None
+    gy_parts = 0
     if biases:
-        pre_sum, gy_sum = scratch(plan.device, (tiles_m if bias_grad else 0, N), (gy_parts if out_bias_grad else 0, K))
+        gy_parts = sum_parts(plan, K)
+        part_rows = ceil_div(M, settings.block_m) if bias_grad else 0
+        pre_sum, gy_sum = scratch(plan.device, (part_rows, N), (gy_parts if out_bias_grad else 0, K))
         counters = barrier_counters(plan.device)
     if bias_grad:
         db = gy.new_empty(N)
@@ -60,34 +61,30 @@ def act_backward(
         db_out = gy.new_empty(K)
     sums = (pre_sum, gy_sum, db, db_out, counters)
     tma = settings.family == "tma"
-    block = (settings.block_m, settings.block_n, settings.block_k, settings.group)
-    flags = (act.name, act.saves == "output", store_a, bias_grad, out_bias_grad, plan.fast_tanh)
 
     def make() -> Launch:
+        tiles = ceil_div(M, settings.block_m) * ceil_div(N, settings.block_n)
+        block = (settings.block_m, settings.block_n, settings.block_k, settings.group)
+        flags = (act.name, act.saves == "output", store_a, bias_grad, out_bias_grad, plan.fast_tanh)
         options = launch_options(settings, cooperative=biases)
-        if tma:
-            grid = resident_grid(plan, tiles) if biases else persistent_grid(plan, tiles, settings)
-            return Launch(act_backward_tma, grid, (*block, settings.parts, *flags, True), **options)
-        grid = resident_grid(plan, tiles) if biases else tiles
-        return Launch(act_backward_pointer, grid, (*block, *flags, plan.precision or "ieee"), **options)
+        if not tma:
+            grid = resident_grid(plan, tiles) if biases else tiles
+            return Launch(act_backward_pointer, grid, (*block, *flags, plan.precision or "ieee"), **options)
+        grid = resident_grid(plan, tiles) if biases else persistent_grid(plan, tiles, settings)
+        out = rows_tile(dpre, settings.block_m, settings.block_n // settings.parts)
+        tiles_of = {
+            0: rows_tile(gy, settings.block_m, settings.block_k),
+            1: rows_tile(weight, settings.block_k, settings.block_n),
+            2: out,
+            3: out,
+        }
+        if store_a:
+            tiles_of[4] = out
+        return Launch(act_backward_tma, grid, (*block, settings.parts, *flags, True), tiles_of, **options)
 
     launch = prepared(plan, (name, store_a, bias_grad, out_bias_grad), make)
     if tma:
-        box = [settings.block_m, settings.block_n // settings.parts]
-        launch(
-            plan.device_index,
-            describe(gy, [settings.block_m, settings.block_k]),
-            describe(weight, [settings.block_k, settings.block_n]),
-            describe(saved, box),
-            describe(dpre, box),
-            None if a is None else describe(a, box),
-            gy,
-            *sums,
-            M,
-            N,
-            K,
-            gy_parts,
-        )
+        launch(plan.device_index, gy, weight, saved, dpre, a, gy, *sums, M, N, K, gy_parts)
     else:
         launch(plan.device_index, gy, weight, saved, dpre, a, *sums, M, N, K, row_stride(weight), gy_parts)
     return dpre, a, db, db_out
@@ -112,8 +109,7 @@ def act_grad(
     def make() -> Launch:
         grid = resident_grid(plan, tasks, 2) if bias_grad else tasks
         constants = (rows, columns, act.name, act.saves == "output", store_a, bias_grad, plan.fast_tanh)
-        options = {"launch_cooperative_grid": True} if bias_grad else {}
-        return Launch(act_grad_kernel, grid, constants, num_warps=8, **options)
+        return Launch(act_grad_kernel, grid, constants, **pointwise_options(bias_grad))
 
     # gy comes from outside: its strides and alignment decide what Triton compiles, so they are in the key.
     key = ("act_grad", name, gy.stride(), gy.data_ptr() % 16, store_a, bias_grad)

@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..launch import Launch
+from ..launch import Launch, Tile
 from ..plan import Plan
 from ..settings import Settings
 from ..settings.device import info
@@ -34,7 +33,9 @@ def as_rows(x: Tensor, width: int, tma: bool) -> Tensor:
 
     TMA also needs a base and a row stride that are multiples of 16 bytes.
     """
-    rows = x if x.dim() == 2 else x.reshape(-1, width)
+    if x.dim() == 2 and x.is_contiguous() and x.data_ptr() % 16 == 0:
+        return x
+    rows = x.reshape(-1, width)
     readable = (rows.stride(1) == 1 or width == 1) and (rows.stride(0) >= width or rows.shape[0] == 1)
     if readable and tma:
         size = rows.element_size()
@@ -45,7 +46,8 @@ def as_rows(x: Tensor, width: int, tma: bool) -> Tensor:
 
 def as_contiguous(x: Tensor, width: int) -> Tensor:
     """x as contiguous, 16-byte aligned [M, width]; copied where it is not so."""
-    rows = x.reshape(-1, width).contiguous()
+    rows = x if x.dim() == 2 else x.reshape(-1, width)
+    rows = rows.contiguous()
     return rows if rows.data_ptr() % 16 == 0 else rows.clone()
 
 
@@ -54,31 +56,31 @@ def row_stride(x: Tensor) -> int:
     return x.stride(0) if x.shape[0] > 1 else x.shape[1]
 
 
-def describe(x: Tensor, block: list[int]) -> TensorDescriptor:
-    """A TMA descriptor of a [M, N] tensor with readable rows."""
-    return TensorDescriptor(x, [x.shape[0], x.shape[1]], [row_stride(x), 1], block)
+def rows_tile(x: Tensor, block_rows: int, block_columns: int) -> Tile:
+    """A [M, N] tensor with readable rows."""
+    return Tile((x.shape[0], x.shape[1]), (row_stride(x), 1), (block_rows, block_columns))
 
 
-def describe_two(gate: Tensor, up: Tensor, block: list[int]) -> tuple[TensorDescriptor, bool] | None:
-    """One descriptor [2, rows, columns] over two weights where they lie, and whether ``up`` lies first.
-
-    None where one stride cannot tell the distance: other row strides, or too far apart.
-    """
-    size = gate.element_size()
-    distance = up.data_ptr() - gate.data_ptr()
-    up_first = distance < 0
-    distance = abs(distance)
-    if row_stride(gate) != row_stride(up) or distance >= MAX_TMA_STRIDE or distance % 16 or not distance:
-        return None
-    lower = up if up_first else gate
-    shape = [2, *gate.shape]
-    return TensorDescriptor(lower, shape, [distance // size, row_stride(gate), 1], block), up_first
+def half_tiles(M: int, H: int, block_rows: int, block_columns: int) -> tuple[Tile, Tile]:
+    """The two halves of a contiguous [M, 2H], apart, so that a ragged tile of one cannot reach into the other."""
+    block = (block_rows, block_columns)
+    return Tile((M, H), (2 * H, 1), block), Tile((M, H), (2 * H, 1), block, offset=H)
 
 
-def describe_halves(x: Tensor, block: list[int]) -> TensorDescriptor:
-    """A contiguous [M, 2H] tensor seen as [2, M, H]."""
-    M, width = x.shape
-    return TensorDescriptor(x, [2, M, width // 2], [width // 2, width, 1], block)
+def stacked_halves(M: int, H: int, block_rows: int, block_columns: int) -> Tile:
+    """A contiguous [M, 2H] seen as [2, M, H]."""
+    return Tile((2, M, H), (H, 2 * H, 1), (1, block_rows, block_columns))
+
+
+def pair_tile(weight: Tensor, both: int, block_rows: int, block_columns: int) -> Tile:
+    """Two weights of one shape as [2, rows, columns]; ``both`` of them (2) or one (1) in an access."""
+    return Tile((2, *weight.shape), (0, row_stride(weight), 1), (both, block_rows, block_columns))
+
+
+def one_descriptor_spans(a: Tensor, b: Tensor) -> bool:
+    """Whether the distance of two weights can be the stride of one descriptor."""
+    distance = abs(a.data_ptr() - b.data_ptr())
+    return 0 < distance < MAX_TMA_STRIDE and distance % 16 == 0 and row_stride(a) == row_stride(b)
 
 
 def persistent_grid(plan: Plan, tiles: int, settings: Settings) -> int:
@@ -111,3 +113,10 @@ def launch_options(settings: Settings, cooperative: bool = False) -> dict[str, A
     if cooperative:
         options["launch_cooperative_grid"] = True
     return options
+
+
+def pointwise_options(cooperative: bool) -> dict[str, Any]:
+    """8 warps; behind a grid barrier two programs a multiprocessor must fit, so 128 registers a thread at most."""
+    if cooperative:
+        return {"num_warps": 8, "maxnreg": 128, "launch_cooperative_grid": True}
+    return {"num_warps": 8}

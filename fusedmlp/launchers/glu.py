@@ -15,15 +15,18 @@ from ..settings import Settings, calculate_settings
 from .common import (
     as_rows,
     ceil_div,
-    describe,
-    describe_halves,
-    describe_two,
+    half_tiles,
     launch_options,
+    one_descriptor_spans,
+    pair_tile,
     persistent_grid,
+    pointwise_options,
     prepared,
     resident_grid,
     row_stride,
+    rows_tile,
     scratch,
+    stacked_halves,
     sum_parts,
 )
 
@@ -52,82 +55,47 @@ def glu_forward(
     """``(h [M, H] or None, gate_up [M, 2H] or None)``; x of any rank with last dimension D."""
     settings = plan.settings["forward"]
     H, D = gate_weight.shape
-    both = None
-    if settings.family == "tma":
-        both = describe_two(gate_weight, up_weight, [2, settings.block_n, settings.block_k])
-        if both is None:
-            settings = _without_tma(plan, "glu", H, D)
-    x = as_rows(x, D, both is not None)
+    tma = settings.family == "tma"
+    if tma and not one_descriptor_spans(gate_weight, up_weight):
+        settings, tma = _without_tma(plan, "glu", H, D), False
+    x = as_rows(x, D, tma)
     M = x.shape[0]
     if settings.family == "pair":
         return _glu_pair(plan, x, gate_weight, up_weight, gate_bias, up_bias, save, store_h)
     h = x.new_empty(M, H) if store_h else None
     gate_up = x.new_empty(M, 2 * H) if save else None
-    tiles = ceil_div(M, settings.block_m) * ceil_div(H, settings.block_n)
-    block = (settings.block_m, settings.block_n, settings.block_k, settings.group)
-    flags = (plan.activation.name, gate_bias is not None, up_bias is not None, save, store_h)
-    if both is not None:
-        weights, up_first = both
-        launch = prepared(
-            plan,
-            ("forward", save, store_h, up_first),
-            lambda: Launch(
-                glu_tma,
-                persistent_grid(plan, tiles, settings),
-                (*block, *flags, up_first, plan.fast_tanh, True),
-                **launch_options(settings),
-            ),
-        )
-        box = [settings.block_m, settings.block_n]
-        launch(
-            plan.device_index,
-            describe(x, [settings.block_m, settings.block_k]),
-            weights,
-            gate_bias,
-            up_bias,
+    up_first = tma and up_weight.data_ptr() < gate_weight.data_ptr()
+
+    def make() -> Launch:
+        tiles = ceil_div(M, settings.block_m) * ceil_div(H, settings.block_n)
+        block = (settings.block_m, settings.block_n, settings.block_k, settings.group)
+        flags = (plan.activation.name, gate_bias is not None, up_bias is not None, save, store_h)
+        options = launch_options(settings)
+        if not tma:
+            constants = (*block, *flags, plan.fast_tanh, plan.precision or "ieee")
+            return Launch(glu_pointer, tiles, constants, **options)
+        gate_tile, up_tile = half_tiles(M, H, settings.block_m, settings.block_n)
+        tiles_of = {
+            0: rows_tile(x, settings.block_m, settings.block_k),
+            1: pair_tile(gate_weight, 2, settings.block_n, settings.block_k),
             # The kernel takes its dtype from h's descriptor, also where it stores none.
-            describe(h, box) if h is not None else describe(gate_up[:, :H], box),  # type: ignore[index]
-            None if gate_up is None else describe(gate_up[:, :H], box),
-            None if gate_up is None else describe(gate_up[:, H:], box),
-            M,
-            H,
-            D,
-        )
-        return h, gate_up
-    launch = prepared(
-        plan,
-        ("forward.pointer", save, store_h),
-        lambda: Launch(
-            glu_pointer,
-            tiles,
-            (*block, *flags, plan.fast_tanh, plan.precision or "ieee"),
-            **launch_options(settings),
-        ),
-    )
-    launch(
-        plan.device_index,
-        x,
-        gate_weight,
-        up_weight,
-        gate_bias,
-        up_bias,
-        h,
-        gate_up,
-        M,
-        H,
-        D,
-        row_stride(x),
-        row_stride(gate_weight),
-        row_stride(up_weight),
-    )
-    return h, gate_up
+            4: gate_tile if h is None else rows_tile(h, settings.block_m, settings.block_n),
+        }
+        if save:
+            tiles_of |= {5: gate_tile, 6: up_tile}
+        grid = persistent_grid(plan, tiles, settings)
+        return Launch(glu_tma, grid, (*block, *flags, up_first, plan.fast_tanh, True), tiles_of, **options)
 
-
-def _linear_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    if bias is None:
-        torch.mm(x, weight.t(), out=out)
+    launch = prepared(plan, ("forward", tma, save, store_h, up_first), make)
+    if tma:
+        weights = (gate_weight, up_weight)
+        h_like = gate_up if h is None else h
+        launch(plan.device_index, x, weights, gate_bias, up_bias, h_like, gate_up, gate_up, M, H, D)
     else:
-        torch.addmm(bias, x, weight.t(), out=out)
+        strides = (row_stride(x), row_stride(gate_weight), row_stride(up_weight))
+        weights = (gate_weight, up_weight)
+        launch(plan.device_index, x, *weights, gate_bias, up_bias, h, gate_up, M, H, D, *strides)
+    return h, gate_up
 
 
 def glu_act(plan: Plan, gate_up: Tensor) -> Tensor:
@@ -147,6 +115,13 @@ def glu_act(plan: Plan, gate_up: Tensor) -> Tensor:
     )
     launch(plan.device_index, gate_up, h, M, H)
     return h
+
+
+def _linear_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    if bias is None:
+        torch.mm(x, weight.t(), out=out)
+    else:
+        torch.addmm(bias, x, weight.t(), out=out)
 
 
 def _glu_pair(
@@ -187,13 +162,12 @@ def glu_backward(
         return _glu_backward_pair(plan, gy, down_weight, gate_up, store_h, bias_grad, down_bias_grad)
     dgate_up = torch.empty_like(gate_up)
     h = gy.new_empty(M, H) if store_h else None
-    tiles_m = ceil_div(M, settings.block_m)
-    tiles = tiles_m * ceil_div(H, settings.block_n)
     biases = bias_grad or down_bias_grad
     gate_sum = up_sum = gy_sum = dbg = dbu = dbd = counters = None
-    gy_parts = sum_parts(plan, D_out)
+    gy_parts = 0
     if biases:
-        part_rows = tiles_m if bias_grad else 0
+        gy_parts = sum_parts(plan, D_out)
+        part_rows = ceil_div(M, settings.block_m) if bias_grad else 0
         gate_sum, up_sum, gy_sum = scratch(
             plan.device, (part_rows, H), (part_rows, H), (gy_parts if down_bias_grad else 0, D_out)
         )
@@ -204,36 +178,33 @@ def glu_backward(
         dbd = gy.new_empty(D_out)
     sums = (gate_sum, up_sum, gy_sum, dbg, dbu, dbd, counters)
     tma = settings.family == "tma"
-    block = (settings.block_m, settings.block_n, settings.block_k, settings.group)
-    flags = (plan.activation.name, store_h, bias_grad, down_bias_grad, plan.fast_tanh)
 
     def make() -> Launch:
+        tiles = ceil_div(M, settings.block_m) * ceil_div(H, settings.block_n)
+        block = (settings.block_m, settings.block_n, settings.block_k, settings.group)
+        flags = (plan.activation.name, store_h, bias_grad, down_bias_grad, plan.fast_tanh)
         options = launch_options(settings, cooperative=biases)
-        if tma:
-            grid = resident_grid(plan, tiles) if biases else persistent_grid(plan, tiles, settings)
-            return Launch(glu_backward_tma, grid, (*block, settings.parts, *flags, True), **options)
-        grid = resident_grid(plan, tiles) if biases else tiles
-        return Launch(glu_backward_pointer, grid, (*block, *flags, plan.precision or "ieee"), **options)
+        if not tma:
+            grid = resident_grid(plan, tiles) if biases else tiles
+            return Launch(glu_backward_pointer, grid, (*block, *flags, plan.precision or "ieee"), **options)
+        grid = resident_grid(plan, tiles) if biases else persistent_grid(plan, tiles, settings)
+        gate_tile, up_tile = half_tiles(M, H, settings.block_m, settings.block_n // settings.parts)
+        tiles_of = {
+            0: rows_tile(gy, settings.block_m, settings.block_k),
+            1: rows_tile(down_weight, settings.block_k, settings.block_n),
+            2: gate_tile,
+            3: up_tile,
+            4: gate_tile,
+            5: up_tile,
+        }
+        if h is not None:
+            tiles_of[6] = rows_tile(h, settings.block_m, settings.block_n // settings.parts)
+        return Launch(glu_backward_tma, grid, (*block, settings.parts, *flags, True), tiles_of, **options)
 
     launch = prepared(plan, ("backward", store_h, bias_grad, down_bias_grad), make)
     if tma:
-        box = [settings.block_m, settings.block_n // settings.parts]
-        launch(
-            plan.device_index,
-            describe(gy, [settings.block_m, settings.block_k]),
-            describe(down_weight, [settings.block_k, settings.block_n]),
-            describe(gate_up[:, :H], box),
-            describe(gate_up[:, H:], box),
-            describe(dgate_up[:, :H], box),
-            describe(dgate_up[:, H:], box),
-            None if h is None else describe(h, box),
-            gy,
-            *sums,
-            M,
-            H,
-            D_out,
-            gy_parts,
-        )
+        halves = (gate_up, gate_up, dgate_up, dgate_up)
+        launch(plan.device_index, gy, down_weight, *halves, h, gy, *sums, M, H, D_out, gy_parts)
     else:
         launch(
             plan.device_index,
@@ -277,8 +248,7 @@ def _glu_backward_pair(
     def make() -> Launch:
         grid = resident_grid(plan, tasks, 2) if bias_grad else tasks
         constants = (rows, columns, plan.activation.name, store_h, bias_grad, plan.fast_tanh)
-        options = {"launch_cooperative_grid": True} if bias_grad else {}
-        return Launch(glu_act_backward, grid, constants, num_warps=8, **options)
+        return Launch(glu_act_backward, grid, constants, **pointwise_options(bias_grad))
 
     launch = prepared(plan, ("backward.pair", store_h, bias_grad), make)
     launch(plan.device_index, dh, gate_up, dgate_up, h, gate_sum, up_sum, dbg, dbu, counters, M, H, parts)
@@ -290,47 +260,32 @@ def dual_dgrad(plan: Plan, dgate_up: Tensor, gate_weight: Tensor, up_weight: Ten
     settings = plan.settings["dgrad"]
     H, D = gate_weight.shape
     M = dgate_up.shape[0]
-    both = None
-    if settings.family == "tma":
-        both = describe_two(gate_weight, up_weight, [1, settings.block_k, settings.block_n])
-        if both is None:
-            settings = _without_tma(plan, "dual_dgrad", D, H)
+    tma = settings.family == "tma"
+    if tma and not one_descriptor_spans(gate_weight, up_weight):
+        settings, tma = _without_tma(plan, "dual_dgrad", D, H), False
     if settings.family == "pair":
         return torch.addmm(dgate_up[:, :H] @ gate_weight, dgate_up[:, H:], up_weight)
     dx = dgate_up.new_empty(M, D)
-    tiles = ceil_div(M, settings.block_m) * ceil_div(D, settings.block_n)
-    block = (settings.block_m, settings.block_n, settings.block_k, settings.group)
-    if both is not None:
-        weights, up_first = both
-        launch = prepared(
-            plan,
-            ("dgrad", up_first),
-            lambda: Launch(
-                dual_dgrad_tma,
-                persistent_grid(plan, tiles, settings),
-                (*block, settings.parts, up_first, True),
-                **launch_options(settings),
-            ),
-        )
-        halves = describe_halves(dgate_up, [1, settings.block_m, settings.block_k])
-        box = [settings.block_m, settings.block_n // settings.parts]
-        launch(plan.device_index, halves, weights, describe(dx, box), M, D, H)
-        return dx
-    launch = prepared(
-        plan,
-        "dgrad.pointer",
-        lambda: Launch(dual_dgrad_pointer, tiles, (*block, plan.precision or "ieee"), **launch_options(settings)),
-    )
-    launch(
-        plan.device_index,
-        dgate_up,
-        gate_weight,
-        up_weight,
-        dx,
-        M,
-        D,
-        H,
-        row_stride(gate_weight),
-        row_stride(up_weight),
-    )
+    up_first = tma and up_weight.data_ptr() < gate_weight.data_ptr()
+
+    def make() -> Launch:
+        tiles = ceil_div(M, settings.block_m) * ceil_div(D, settings.block_n)
+        block = (settings.block_m, settings.block_n, settings.block_k, settings.group)
+        options = launch_options(settings)
+        if not tma:
+            return Launch(dual_dgrad_pointer, tiles, (*block, plan.precision or "ieee"), **options)
+        tiles_of = {
+            0: stacked_halves(M, H, settings.block_m, settings.block_k),
+            1: pair_tile(gate_weight, 1, settings.block_k, settings.block_n),
+            2: rows_tile(dx, settings.block_m, settings.block_n // settings.parts),
+        }
+        grid = persistent_grid(plan, tiles, settings)
+        return Launch(dual_dgrad_tma, grid, (*block, settings.parts, up_first, True), tiles_of, **options)
+
+    launch = prepared(plan, ("dgrad", tma, up_first), make)
+    if tma:
+        launch(plan.device_index, dgate_up, (gate_weight, up_weight), dx, M, D, H)
+    else:
+        strides = (row_stride(gate_weight), row_stride(up_weight))
+        launch(plan.device_index, dgate_up, gate_weight, up_weight, dx, M, D, H, *strides)
     return dx

@@ -17,12 +17,12 @@ from ..plan import Plan
 from .common import (
     as_rows,
     ceil_div,
-    describe,
     launch_options,
     persistent_grid,
     prepared,
     resident_grid,
     row_stride,
+    rows_tile,
 )
 
 
@@ -39,41 +39,30 @@ def linear_act(
         return _pair(plan, x, weight, bias, act)
     y = x.new_empty(M, N)
     pre = torch.empty_like(y) if save_pre else None
-    tiles = ceil_div(M, settings.block_m) * ceil_div(N, settings.block_n)
-    flags = (act.name, bias is not None, save_pre, plan.fast_tanh)
-    block = (settings.block_m, settings.block_n, settings.block_k, settings.group)
+
+    def make() -> Launch:
+        tiles = ceil_div(M, settings.block_m) * ceil_div(N, settings.block_n)
+        flags = (act.name, bias is not None, save_pre, plan.fast_tanh)
+        block = (settings.block_m, settings.block_n, settings.block_k, settings.group)
+        options = launch_options(settings)
+        if not tma:
+            return Launch(linear_act_pointer, tiles, (*block, *flags, plan.precision or "ieee"), **options)
+        out = rows_tile(y, settings.block_m, settings.block_n // settings.parts)
+        tiles_of = {
+            0: rows_tile(x, settings.block_m, settings.block_k),
+            1: rows_tile(weight, settings.block_n, settings.block_k),
+            3: out,
+        }
+        if save_pre:
+            tiles_of[4] = out
+        grid = persistent_grid(plan, tiles, settings)
+        return Launch(linear_act_tma, grid, (*block, settings.parts, *flags, True), tiles_of, **options)
+
+    launch = prepared(plan, (name, save_pre), make)
     if tma:
-        launch = prepared(
-            plan,
-            (name, save_pre),
-            lambda: Launch(
-                linear_act_tma,
-                persistent_grid(plan, tiles, settings),
-                (*block, settings.parts, *flags, True),
-                **launch_options(settings),
-            ),
-        )
-        box = [settings.block_m, settings.block_n // settings.parts]
-        launch(
-            plan.device_index,
-            describe(x, [settings.block_m, settings.block_k]),
-            describe(weight, [settings.block_n, settings.block_k]),
-            bias,
-            describe(y, box),
-            None if pre is None else describe(pre, box),
-            M,
-            N,
-            K,
-        )
-        return y, pre
-    launch = prepared(
-        plan,
-        (name, save_pre),
-        lambda: Launch(
-            linear_act_pointer, tiles, (*block, *flags, plan.precision or "ieee"), **launch_options(settings)
-        ),
-    )
-    launch(plan.device_index, x, weight, bias, y, pre, M, N, K, row_stride(x), row_stride(weight))
+        launch(plan.device_index, x, weight, bias, y, pre, M, N, K)
+    else:
+        launch(plan.device_index, x, weight, bias, y, pre, M, N, K, row_stride(x), row_stride(weight))
     return y, pre
 
 

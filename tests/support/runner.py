@@ -33,7 +33,7 @@ class Outcome:
 
 
 def build(case: Case, device: torch.device | str) -> Problem:
-    """The tensors of a case, the same everywhere: x, gy ~ N(0, 1), weights ~ N(0, 1/K), biases ~ N(0, .25)."""
+    """Tensors of a case, alike on all devices: x, gy ~ N(0, 1), weights ~ N(0, 1/K), biases ~ N(0, 1/4)."""
     operation, problem = OPERATIONS[case.op], Problem()
     generator = torch.Generator().manual_seed(case.seed)
 

@@ -1,0 +1,273 @@
+"""Measure candidate settings of every GEMM kernel on this GPU and write the table that the package reads.
+
+    python bench/sweep.py                     fusedmlp/settings/<gpu>.json and bench/results/<gpu>/sweep.json
+    python bench/sweep.py --out FILE --log FILE --tokens 128 1024
+
+Every candidate's result is compared with PyTorch's before it is timed; a candidate that is wrong, does not fit or
+does not compile is reported and left out. Times are of CUDA-graph replays over several input sets in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench import common
+from fusedmlp import plan as plans
+from fusedmlp import settings
+from fusedmlp.activations import resolve_activation
+from fusedmlp.launchers.act import act_backward
+from fusedmlp.launchers.glu import dual_dgrad, glu_backward, glu_forward
+from fusedmlp.launchers.linear import linear_act
+from fusedmlp.plan import Plan
+from fusedmlp.settings.device import info
+from fusedmlp.settings.types import Settings
+
+WIDTHS = ((384, 1536), (768, 3072), (1024, 4096), (2304, 9216), (4096, 14336))
+TOKENS = (16, 128, 1024, 2048, 8192)
+SETS = 3  # input sets in turn
+WORST = 1.5e-2  # relative error against PyTorch in bf16; roundings differ, formulas must not
+
+
+def tma(m: int, n: int, k: int, parts: int, warps: int, stages: int, ctas: int) -> Settings:
+    return Settings("tma", m, n, k, parts=parts, warps=warps, stages=stages, ctas_per_sm=ctas)
+
+
+CANDIDATES = {
+    "glu": (
+        tma(128, 128, 64, 1, 8, 4, 1),
+        tma(128, 64, 64, 1, 4, 3, 2),
+        tma(128, 64, 64, 1, 8, 5, 1),
+        tma(64, 64, 64, 1, 4, 4, 2),
+        tma(64, 128, 64, 1, 8, 4, 1),
+        tma(64, 64, 128, 1, 4, 4, 1),
+        tma(64, 32, 128, 1, 4, 4, 2),
+        tma(64, 32, 64, 1, 4, 5, 3),
+        tma(64, 16, 128, 1, 4, 4, 3),
+    ),
+    "glu_backward": (
+        tma(128, 128, 64, 2, 8, 4, 1),
+        tma(128, 128, 64, 4, 8, 4, 1),
+        tma(128, 64, 64, 2, 4, 4, 2),
+        tma(128, 64, 64, 4, 4, 4, 2),
+        tma(128, 64, 64, 1, 8, 4, 1),
+        tma(64, 128, 64, 2, 4, 4, 2),
+        tma(64, 128, 64, 4, 4, 4, 2),
+        tma(64, 64, 64, 1, 4, 4, 2),
+        tma(64, 64, 64, 2, 4, 4, 3),
+        tma(64, 64, 128, 1, 4, 3, 2),
+        tma(64, 32, 128, 1, 4, 4, 2),
+    ),
+    "dual_dgrad": (
+        tma(128, 256, 64, 2, 8, 4, 1),
+        tma(128, 128, 64, 2, 8, 4, 1),
+        tma(128, 128, 64, 2, 4, 3, 2),
+        tma(128, 128, 128, 2, 8, 3, 1),
+        tma(128, 64, 64, 1, 4, 4, 2),
+        tma(128, 64, 128, 1, 4, 4, 1),
+        tma(64, 128, 64, 1, 4, 4, 2),
+        tma(64, 128, 128, 1, 4, 4, 1),
+        tma(64, 64, 128, 1, 4, 3, 2),
+        tma(64, 64, 128, 1, 4, 6, 1),
+        tma(64, 32, 128, 1, 4, 4, 2),
+        tma(64, 16, 128, 1, 4, 5, 2),
+    ),
+    "linear_act": (
+        tma(128, 256, 64, 2, 8, 4, 1),
+        tma(128, 128, 64, 2, 8, 4, 1),
+        tma(128, 128, 64, 2, 4, 3, 2),
+        tma(128, 64, 64, 1, 4, 4, 2),
+        tma(64, 128, 64, 1, 4, 4, 2),
+        tma(64, 64, 64, 1, 4, 4, 3),
+        tma(64, 64, 128, 1, 4, 3, 2),
+        tma(64, 32, 128, 1, 4, 4, 2),
+        tma(64, 16, 128, 1, 4, 4, 3),
+    ),
+    "act_backward": (
+        tma(128, 128, 64, 2, 8, 4, 1),
+        tma(128, 128, 64, 2, 4, 3, 2),
+        tma(128, 64, 64, 2, 4, 4, 2),
+        tma(128, 64, 64, 1, 4, 4, 2),
+        tma(64, 128, 64, 1, 4, 4, 2),
+        tma(64, 64, 64, 1, 4, 4, 3),
+        tma(64, 64, 128, 1, 4, 3, 2),
+        tma(64, 32, 128, 1, 4, 4, 2),
+    ),
+}
+
+
+PASS = {
+    "glu": "forward",
+    "linear_act": "forward",
+    "glu_backward": "backward",
+    "dual_dgrad": "backward",
+    "act_backward": "backward",
+}
+
+
+@dataclass
+class Problem:
+    """One set of operands of one shape: what each kernel reads, and its result by PyTorch."""
+
+    x: Tensor
+    gate: Tensor
+    up: Tensor
+    down: Tensor
+    gy: Tensor
+    gate_up: Tensor
+    dgate_up: Tensor
+    bias: Tensor
+
+    @classmethod
+    def make(cls, M: int, D: int, H: int, dtype: torch.dtype) -> Problem:
+        def normal(*shape: int, scale: float = 1.0) -> Tensor:
+            return (torch.randn(*shape, device="cuda") * scale).to(dtype)
+
+        return cls(
+            normal(M, D),
+            normal(H, D, scale=D**-0.5),
+            normal(H, D, scale=D**-0.5),
+            normal(D, H, scale=H**-0.5),
+            normal(M, D),
+            normal(M, 2 * H),
+            normal(M, 2 * H),
+            normal(H),
+        )
+
+
+def plan_of(op: str, p: Problem) -> Plan:
+    act = resolve_activation("gelu_tanh")
+    if op in ("glu", "glu_backward", "dual_dgrad"):
+        return plans.find("glu_mlp", act, p.x, (p.gate, p.up, p.down), (None, None, None))
+    return plans.find("mlp", act, p.x, (p.gate, p.down), (p.bias, None))
+
+
+def run_ours(op: str, plan: Plan, p: Problem) -> Tensor:
+    act = plan.activation
+    H = p.gate.shape[0]
+    if op == "glu":
+        h, _ = glu_forward(plan, p.x, p.gate, p.up, None, None, save=True)
+        assert h is not None
+        return h
+    if op == "glu_backward":
+        return glu_backward(plan, p.gy, p.down, p.gate_up, True, False, False)[0]
+    if op == "dual_dgrad":
+        return dual_dgrad(plan, p.dgate_up, p.gate, p.up)
+    if op == "linear_act":
+        return linear_act(plan, "forward", p.x, p.gate, p.bias, act, True)[0]
+    return act_backward(plan, "backward", p.gy, p.down, p.gate_up[:, :H].contiguous(), act, True, False, False)[0]
+
+
+def run_torch(op: str, p: Problem) -> Tensor:
+    H = p.gate.shape[0]
+    gelu = torch.nn.functional.gelu
+    if op == "glu":
+        return gelu(p.x @ p.gate.t(), approximate="tanh") * (p.x @ p.up.t())
+    if op == "dual_dgrad":
+        return torch.addmm(p.dgate_up[:, :H] @ p.gate, p.dgate_up[:, H:], p.up)
+    if op == "linear_act":
+        return gelu(torch.addmm(p.bias, p.x, p.gate.t()), approximate="tanh")
+    dh = p.gy @ p.down
+    gate, up = p.gate_up[:, :H].float(), p.gate_up[:, H:].float()
+    gate.requires_grad_()
+    with torch.enable_grad():
+        a = gelu(gate, approximate="tanh")
+    if op == "act_backward":
+        return torch.autograd.grad(a, gate, dh.float())[0].to(dh.dtype)
+    dgate = torch.autograd.grad(a, gate, dh.float() * up)[0]
+    return torch.cat([dgate, dh.float() * a], dim=1).to(dh.dtype)
+
+
+def replay_us(calls: list[Callable[[], Any]], repeats: int = 7) -> list[float]:
+    """Times of one call, in microseconds, from replays of a graph that makes each call a few times."""
+    rounds = 4
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(rounds):
+            for call in calls:
+                call()
+    graph.replay()
+    return [t / (rounds * len(calls)) for t in common.events_us(graph.replay, repeats)]
+
+
+def error(a: Tensor, b: Tensor) -> float:
+    return ((a.float() - b.float()).norm() / b.float().norm()).item()
+
+
+def sweep(op: str, M: int, D: int, H: int, dtype: torch.dtype, rows: list[dict[str, Any]]) -> Settings | None:
+    """The fastest right candidate at one shape; a row for each that ran."""
+    problems = [Problem.make(M, D, H, dtype) for _ in range(SETS)]
+    expected = run_torch(op, problems[0])
+    best: tuple[float, Settings] | None = None
+    for candidate in CANDIDATES[op]:
+        try:
+            with settings.override(**asdict(candidate)):
+                plan = plan_of(op, problems[0])
+                found = error(run_ours(op, plan, problems[0]), expected)
+                if not found < WORST:
+                    raise ArithmeticError(f"relative error {found}")
+                times = replay_us([partial(run_ours, op, plan, p) for p in problems])
+        except Exception as reason:  # a candidate that does not fit this GPU is a result, not an end
+            print(f"  left out: {op} [{M}, {D} -> {H}] {candidate}: {type(reason).__name__}: {str(reason)[:100]}")
+            continue
+        rows.append(common.row(op, PASS[op], (M, D, H), str(candidate), "graph_us", times))
+        if best is None or rows[-1]["median"] < best[0]:
+            best = (rows[-1]["median"], candidate)
+    if best is not None:
+        print(f"{op:13s} [{M:5d}, {D:4d} -> {H:5d}] {best[0]:8.1f} us  {best[1]}", flush=True)
+    return best[1] if best else None
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
+    parser.add_argument("--widths", nargs="+", default=[f"{d},{h}" for d, h in WIDTHS], metavar="D,H")
+    parser.add_argument("--ops", nargs="+", default=list(CANDIDATES), choices=list(CANDIDATES))
+    parser.add_argument("--out", help="the table (default: fusedmlp/settings/<gpu>.json)")
+    parser.add_argument("--log", help="all measurements (default: bench/results/<gpu>/sweep.json)")
+    args = parser.parse_args()
+    try:
+        gpu = common.need_gpu()
+    except common.BenchError as error_:
+        print(error_, file=sys.stderr)
+        return 2
+    torch.manual_seed(0)
+    measured: list[dict[str, Any]] = []
+    table: list[dict[str, Any]] = []
+    for op in args.ops:
+        for width in args.widths:
+            D, H = (int(n) for n in width.split(","))
+            for M in args.tokens:
+                found = sweep(op, M, D, H, torch.bfloat16, measured)
+                plans.clear()
+                if found is None:
+                    continue
+                N, K = (D, H) if op == "dual_dgrad" else (H, D)
+                for dtype in ("bfloat16", "float16"):  # operands of one size at one tensor-core rate
+                    row = {"op": op, "dtype": dtype, "precision": "", "M": M, "N": N, "K": K}
+                    table.append({**row, "settings": asdict(found)})
+    slug = info(torch.device("cuda")).slug
+    out = Path(args.out) if args.out else common.ROOT / "fusedmlp" / "settings" / f"{slug}.json"
+    lines = ",\n".join(json.dumps(row) for row in table)
+    out.write_text(f'{{"gpu": {json.dumps(gpu)}, "rows": [\n{lines}\n]}}\n')
+    log = common.write(common.result("sweep", measured, common.ceilings(), gpu), args.log)
+    print(f"{len(table)} rows to {out}, {len(measured)} measurements to {log}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

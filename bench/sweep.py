@@ -70,6 +70,7 @@ CANDIDATES = {
         tma(64, 32, 128, 1, 4, 4, 2),
     ),
     "dual_dgrad": (
+        Settings("pair"),
         tma(128, 256, 64, 2, 8, 4, 1),
         tma(128, 128, 64, 2, 8, 4, 1),
         tma(128, 128, 64, 2, 4, 3, 2),
@@ -82,6 +83,8 @@ CANDIDATES = {
         tma(64, 64, 128, 1, 4, 6, 1),
         tma(64, 32, 128, 1, 4, 4, 2),
         tma(64, 16, 128, 1, 4, 5, 2),
+        tma(256, 128, 64, 2, 8, 4, 1),
+        tma(128, 256, 64, 1, 8, 3, 1),
     ),
     "linear_act": (
         tma(128, 256, 64, 2, 8, 4, 1),
@@ -128,6 +131,7 @@ class Problem:
     gate_up: Tensor
     dgate_up: Tensor
     bias: Tensor
+    pre: Tensor
 
     @classmethod
     def make(cls, M: int, D: int, H: int, dtype: torch.dtype) -> Problem:
@@ -143,6 +147,7 @@ class Problem:
             normal(M, 2 * H),
             normal(M, 2 * H),
             normal(H),
+            normal(M, H),
         )
 
 
@@ -155,7 +160,6 @@ def plan_of(op: str, p: Problem) -> Plan:
 
 def run_ours(op: str, plan: Plan, p: Problem) -> Tensor:
     act = plan.activation
-    H = p.gate.shape[0]
     if op == "glu":
         h, _ = glu_forward(plan, p.x, p.gate, p.up, None, None, save=True)
         assert h is not None
@@ -166,7 +170,7 @@ def run_ours(op: str, plan: Plan, p: Problem) -> Tensor:
         return dual_dgrad(plan, p.dgate_up, p.gate, p.up)
     if op == "linear_act":
         return linear_act(plan, "forward", p.x, p.gate, p.bias, act, True)[0]
-    return act_backward(plan, "backward", p.gy, p.down, p.gate_up[:, :H].contiguous(), act, True, False, False)[0]
+    return act_backward(plan, "backward", p.gy, p.down, p.pre, act, True, False, False)[0]
 
 
 def run_torch(op: str, p: Problem) -> Tensor:
@@ -178,15 +182,12 @@ def run_torch(op: str, p: Problem) -> Tensor:
         return torch.addmm(p.dgate_up[:, :H] @ p.gate, p.dgate_up[:, H:], p.up)
     if op == "linear_act":
         return gelu(torch.addmm(p.bias, p.x, p.gate.t()), approximate="tanh")
-    dh = p.gy @ p.down
-    gate, up = p.gate_up[:, :H].float(), p.gate_up[:, H:].float()
-    gate.requires_grad_()
-    with torch.enable_grad():
-        a = gelu(gate, approximate="tanh")
+    dh = (p.gy @ p.down).float()
+    grad = resolve_activation("gelu_tanh").grad
     if op == "act_backward":
-        return torch.autograd.grad(a, gate, dh.float())[0].to(dh.dtype)
-    dgate = torch.autograd.grad(a, gate, dh.float() * up)[0]
-    return torch.cat([dgate, dh.float() * a], dim=1).to(dh.dtype)
+        return grad(dh, p.pre.float()).to(p.gy.dtype)
+    gate, up = p.gate_up[:, :H].float(), p.gate_up[:, H:].float()
+    return torch.cat([grad(dh * up, gate), dh * gelu(gate, approximate="tanh")], dim=1).to(p.gy.dtype)
 
 
 def replay_us(calls: list[Callable[[], Any]], repeats: int = 7) -> list[float]:
@@ -225,8 +226,10 @@ def sweep(op: str, M: int, D: int, H: int, dtype: torch.dtype, rows: list[dict[s
             print(f"  left out: {op} [{M}, {D} -> {H}] {candidate}: {type(reason).__name__}: {str(reason)[:100]}")
             continue
         rows.append(common.row(op, PASS[op], (M, D, H), str(candidate), "graph_us", times))
-        if best is None or rows[-1]["median"] < best[0]:
-            best = (rows[-1]["median"], candidate)
+        # The partner of cuBLAS costs a launch more: it must win clearly.
+        time = rows[-1]["median"] * (1.04 if candidate.family == "pair" else 1.0)
+        if best is None or time < best[0]:
+            best = (time, candidate)
     if best is not None:
         print(f"{op:13s} [{M:5d}, {D:4d} -> {H:5d}] {best[0]:8.1f} us  {best[1]}", flush=True)
     return best[1] if best else None

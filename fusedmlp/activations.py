@@ -20,12 +20,14 @@ class Activation:
     Attributes:
         name: our name, which selects the Triton function.
         fn: the same function in plain PyTorch, elementwise, differentiable.
+        grad: ``(grad, x) -> grad * act'(x)`` in plain PyTorch, for where autograd cannot be used.
         hf_names: every name by which Hugging Face configs mean this function (``ACT2FN``).
         saves: what the derivative is computed from: ``"output"`` (the activated value suffices) or ``"input"``.
     """
 
     name: str
     fn: Callable[[Tensor], Tensor]
+    grad: Callable[[Tensor, Tensor], Tensor]
     hf_names: tuple[str, ...]
     saves: str
 
@@ -49,22 +51,55 @@ def identity(x: Tensor) -> Tensor:
     return x
 
 
+aten = torch.ops.aten
+
+
+def _relu_grad(grad: Tensor, x: Tensor) -> Tensor:
+    return aten.threshold_backward(grad, x, 0)  # type: ignore[no-any-return]
+
+
+def _relu2_grad(grad: Tensor, x: Tensor) -> Tensor:
+    return aten.threshold_backward(grad * (2 * F.relu(x)), x, 0)  # type: ignore[no-any-return]
+
+
+def _gelu_grad(grad: Tensor, x: Tensor) -> Tensor:
+    return aten.gelu_backward(grad, x)  # type: ignore[no-any-return]
+
+
+def _gelu_tanh_grad(grad: Tensor, x: Tensor) -> Tensor:
+    return aten.gelu_backward(grad, x, approximate="tanh")  # type: ignore[no-any-return]
+
+
+def _silu_grad(grad: Tensor, x: Tensor) -> Tensor:
+    return aten.silu_backward(grad, x)  # type: ignore[no-any-return]
+
+
+def _quick_gelu_grad(grad: Tensor, x: Tensor) -> Tensor:
+    s = torch.sigmoid(1.702 * x)
+    return grad * s + aten.sigmoid_backward(grad * x, s) * 1.702  # type: ignore[no-any-return]
+
+
+def _sigmoid_grad(grad: Tensor, x: Tensor) -> Tensor:
+    return aten.sigmoid_backward(grad, torch.sigmoid(x))  # type: ignore[no-any-return]
+
+
+def _identity_grad(grad: Tensor, x: Tensor) -> Tensor:
+    return grad
+
+
+_GELU_TANH_NAMES = ("gelu_new", "gelu_pytorch_tanh", "gelu_python_tanh", "gelu_fast", "gelu_accurate")
+
 ACTIVATIONS: dict[str, Activation] = {
     a.name: a
     for a in (
-        Activation("relu", F.relu, ("relu",), "output"),
-        Activation("relu2", relu2, ("relu2",), "input"),
-        Activation("gelu", F.gelu, ("gelu", "gelu_python"), "input"),
-        Activation(
-            "gelu_tanh",
-            gelu_tanh,
-            ("gelu_new", "gelu_pytorch_tanh", "gelu_python_tanh", "gelu_fast", "gelu_accurate"),
-            "input",
-        ),
-        Activation("silu", F.silu, ("silu", "swish"), "input"),
-        Activation("quick_gelu", quick_gelu, ("quick_gelu",), "input"),
-        Activation("sigmoid", torch.sigmoid, ("sigmoid",), "output"),
-        Activation("identity", identity, ("linear", "identity"), "output"),
+        Activation("relu", F.relu, _relu_grad, ("relu",), "output"),
+        Activation("relu2", relu2, _relu2_grad, ("relu2",), "input"),
+        Activation("gelu", F.gelu, _gelu_grad, ("gelu", "gelu_python"), "input"),
+        Activation("gelu_tanh", gelu_tanh, _gelu_tanh_grad, _GELU_TANH_NAMES, "input"),
+        Activation("silu", F.silu, _silu_grad, ("silu", "swish"), "input"),
+        Activation("quick_gelu", quick_gelu, _quick_gelu_grad, ("quick_gelu",), "input"),
+        Activation("sigmoid", torch.sigmoid, _sigmoid_grad, ("sigmoid",), "output"),
+        Activation("identity", identity, _identity_grad, ("linear", "identity"), "output"),
     )
 }
 

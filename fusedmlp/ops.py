@@ -89,7 +89,7 @@ def _run_forward(
     if plan.eager_reason is not None:
         y = OPERATIONS[op].reference(x, weights, all_biases, act)
         # Backward goes PyTorch's way too and does not look at these.
-        kept = [x.new_empty(_tokens(x), width) for width in _kept_widths(op, weights, activation, save)]
+        kept = [x.new_zeros(_tokens(x), width) for width in _kept_widths(op, weights, activation, save)]
         return [y.clone() if y is x else y, *kept]
     y, saved = OPERATIONS[op].forward(plan, x, weights, all_biases, save)
     return [y.view(*x.shape[:-1], y.shape[1]), *[t for t in saved if t is not y]]
@@ -124,7 +124,9 @@ def _run_backward(
     all_biases = _spread(biases, has_bias)
     plan = plans.find(op, act, x, weights, all_biases)
     if plan.eager_reason is not None:
-        grads = _eager_grads(op, gy, x, weights, all_biases, act, needs)
+        flat_gy, flat_x = gy.reshape(_tokens(x), gy.shape[-1]), x.reshape(_tokens(x), x.shape[-1])
+        dx, *rest = OPERATIONS[op].reference_grads(flat_gy, flat_x, weights, all_biases, act)
+        grads = [dx.view(x.shape), *rest]
     else:
         rows = [t.reshape(-1, t.shape[-1]) for t in kept]
         dx, *rest = OPERATIONS[op].backward(plan, gy, x, weights, all_biases, rows, needs)
@@ -137,27 +139,6 @@ def _run_backward(
             wanted[i] = g.clone()
         owners.add(g.untyped_storage().data_ptr())
     return wanted
-
-
-def _eager_grads(
-    op: str,
-    gy: Tensor,
-    x: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    act: Activation,
-    needs: Sequence[bool],
-) -> list[Tensor | None]:
-    inputs = [None if t is None else t.detach() for t in (x, *weights, *biases)]
-    for t, need in zip(inputs, needs, strict=True):
-        if t is not None and need:
-            t.requires_grad_()
-    layers = len(weights)
-    with torch.enable_grad():
-        y = OPERATIONS[op].reference(inputs[0], inputs[1 : 1 + layers], inputs[1 + layers :], act)
-        wanted = [t for t in inputs if t is not None and t.requires_grad]
-        grads = iter(torch.autograd.grad(y, wanted, gy))
-    return [next(grads) if t is not None and t.requires_grad else None for t in inputs]
 
 
 def _fake_backward(

@@ -50,6 +50,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         self.device_index: int | None = self.device.index if self.device.type == "cuda" else None
+        self.pairs = False  # gate and up have one row stride, so that one descriptor may span them
         # Accurate tanh for fp32; the approximate instruction where the result is rounded to 16 bits on a GPU.
         self.fast_tanh = self.device_index is not None and self.dtype != torch.float32
 
@@ -123,6 +124,7 @@ def _make(
     widths = (K, *(w.shape[0] for w in weights))
     device = x.device
     plan = Plan(op, activation, M, widths, x.dtype, device, precision, _aligned(x, weights))
+    plan.pairs = op == "glu_mlp" and weights[0].stride() == weights[1].stride()
     plan.eager_reason = why_eager(x, M, weights, biases)
     if plan.eager_reason is None:
         _CHOOSE[op](plan)

@@ -35,8 +35,8 @@ def dual_dgrad_tma(
         col = pid_n * BLOCK_N
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for step in range(2 * steps):
-            half = step // steps
-            k = (step % steps) * BLOCK_K
+            half = (step >= steps).to(tl.int32)
+            k = (step - half * steps) * BLOCK_K
             if UP_FIRST:
                 weight_half = 1 - half
             else:

@@ -77,10 +77,15 @@ def pair_tile(weight: Tensor, both: int, block_rows: int, block_columns: int) ->
     return Tile((2, *weight.shape), (0, row_stride(weight), 1), (both, block_rows, block_columns))
 
 
-def one_descriptor_spans(a: Tensor, b: Tensor) -> bool:
-    """Whether the distance of two weights can be the stride of one descriptor."""
-    distance = abs(a.data_ptr() - b.data_ptr())
-    return 0 < distance < MAX_TMA_STRIDE and distance % 16 == 0 and row_stride(a) == row_stride(b)
+def pair_order(plan: Plan, gate: Tensor, up: Tensor) -> bool | None:
+    """Whether ``up`` lies before ``gate``; None where one descriptor cannot span both.
+
+    Its outer stride is their distance, and the row stride must be the same.
+    """
+    distance = up.data_ptr() - gate.data_ptr()
+    if not plan.pairs or distance == 0 or abs(distance) >= MAX_TMA_STRIDE:
+        return None
+    return distance < 0
 
 
 def persistent_grid(plan: Plan, tiles: int, settings: Settings) -> int:

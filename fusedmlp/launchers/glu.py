@@ -17,7 +17,7 @@ from .common import (
     ceil_div,
     half_tiles,
     launch_options,
-    one_descriptor_spans,
+    pair_order,
     pair_tile,
     persistent_grid,
     pointwise_options,
@@ -56,7 +56,8 @@ def glu_forward(
     settings = plan.settings["forward"]
     H, D = gate_weight.shape
     tma = settings.family == "tma"
-    if tma and not one_descriptor_spans(gate_weight, up_weight):
+    up_first = pair_order(plan, gate_weight, up_weight) if tma else None
+    if tma and up_first is None:
         settings, tma = _without_tma(plan, "glu", H, D), False
     x = as_rows(x, D, tma)
     M = x.shape[0]
@@ -64,7 +65,6 @@ def glu_forward(
         return _glu_pair(plan, x, gate_weight, up_weight, gate_bias, up_bias, save, store_h)
     h = x.new_empty(M, H) if store_h else None
     gate_up = x.new_empty(M, 2 * H) if save else None
-    up_first = tma and up_weight.data_ptr() < gate_weight.data_ptr()
 
     def make() -> Launch:
         tiles = ceil_div(M, settings.block_m) * ceil_div(H, settings.block_n)
@@ -261,12 +261,12 @@ def dual_dgrad(plan: Plan, dgate_up: Tensor, gate_weight: Tensor, up_weight: Ten
     H, D = gate_weight.shape
     M = dgate_up.shape[0]
     tma = settings.family == "tma"
-    if tma and not one_descriptor_spans(gate_weight, up_weight):
+    up_first = pair_order(plan, gate_weight, up_weight) if tma else None
+    if tma and up_first is None:
         settings, tma = _without_tma(plan, "dual_dgrad", D, H), False
     if settings.family == "pair":
         return torch.addmm(dgate_up[:, :H] @ gate_weight, dgate_up[:, H:], up_weight)
     dx = dgate_up.new_empty(M, D)
-    up_first = tma and up_weight.data_ptr() < gate_weight.data_ptr()
 
     def make() -> Launch:
         tiles = ceil_div(M, settings.block_m) * ceil_div(D, settings.block_n)

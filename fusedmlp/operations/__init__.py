@@ -6,6 +6,7 @@ MLP; a bias may be None):
 * ``names(layers)``: of the weights and of the biases, as users know them;
 * ``check(x, weights, biases)``: the shapes fit, or the exception that eager raises;
 * ``reference(x, weights, biases, activation)``: the plain PyTorch meaning;
+* ``reference_grads(gy, x, weights, biases, activation)``: its backward written out, over matrices;
 * ``keeps(needs)``: whether backward needs anything of the forward but its inputs, for the gradients asked for;
 * ``forward(plan, x, weights, biases, save)``: ``(y [M, N], tensors for backward)``;
 * ``backward(plan, gy, x, weights, biases, saved, needs)``: gradients of x (as [M, K]), weights and biases, flat, None

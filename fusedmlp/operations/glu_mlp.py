@@ -40,6 +40,9 @@ def reference(x: Tensor, weights: Sequence[Tensor], biases: Biases, activation: 
     return plain.glu_mlp(x, gate, up, down, gate_bias, up_bias, down_bias, activation)
 
 
+reference_grads = plain.glu_mlp_grads
+
+
 def keeps(needs: Sequence[bool]) -> bool:
     return any(needs[:-1])  # the down bias alone needs the gradient of the output and nothing else
 

@@ -130,7 +130,7 @@ def pretended(capability: int) -> Iterator[list[Recorded]]:
         stack.enter_context(mock.patch.object(plan.Plan, "__post_init__", finish))
         stack.enter_context(mock.patch.object(launch.Launch, "__call__", record(recorded)))
         # Meta tensors lie nowhere, so that they have no distance.
-        stack.enter_context(mock.patch.object(glu_launcher, "one_descriptor_spans", return_value=True))
+        stack.enter_context(mock.patch.object(glu_launcher, "pair_order", return_value=False))
         plan.clear()
         yield recorded
     plan.clear()

@@ -46,6 +46,7 @@ def tma(m: int, n: int, k: int, parts: int, warps: int, stages: int, ctas: int) 
 
 CANDIDATES = {
     "glu": (
+        Settings("pair"),
         tma(128, 128, 64, 1, 8, 4, 1),
         tma(128, 64, 64, 1, 4, 3, 2),
         tma(128, 64, 64, 1, 8, 5, 1),
@@ -57,6 +58,7 @@ CANDIDATES = {
         tma(64, 16, 128, 1, 4, 4, 3),
     ),
     "glu_backward": (
+        Settings("pair"),
         tma(128, 128, 64, 2, 8, 4, 1),
         tma(128, 128, 64, 4, 8, 4, 1),
         tma(128, 64, 64, 2, 4, 4, 2),
@@ -87,6 +89,7 @@ CANDIDATES = {
         tma(128, 256, 64, 1, 8, 3, 1),
     ),
     "linear_act": (
+        Settings("pair"),
         tma(128, 256, 64, 2, 8, 4, 1),
         tma(128, 128, 64, 2, 8, 4, 1),
         tma(128, 128, 64, 2, 4, 3, 2),
@@ -98,6 +101,7 @@ CANDIDATES = {
         tma(64, 16, 128, 1, 4, 4, 3),
     ),
     "act_backward": (
+        Settings("pair"),
         tma(128, 128, 64, 2, 8, 4, 1),
         tma(128, 128, 64, 2, 4, 3, 2),
         tma(128, 64, 64, 2, 4, 4, 2),

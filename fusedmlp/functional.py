@@ -14,6 +14,7 @@ Common to all of them:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,6 +23,9 @@ from . import checks
 from .activations import Activation, resolve_activation
 from .explain import note_eager, note_plan
 from .operations import OPERATIONS
+
+if TYPE_CHECKING:
+    from .plan import Plan
 
 
 def linear_act(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | Activation = "relu") -> Tensor:
@@ -167,11 +171,20 @@ def _call(
     note_plan(plan)
     if plan.eager_reason is not None:
         return operation.reference(x, weights, biases, act)  # type: ignore[no-any-return]
+    if plan.device_index is not None and plan.device_index != torch.cuda.current_device():
+        with torch.cuda.device(plan.device_index):
+            return _fused(plan, x, weights, biases, recompute)
+    return _fused(plan, x, weights, biases, recompute)
+
+
+def _fused(
+    plan: Plan, x: Tensor, weights: tuple[Tensor, ...], biases: tuple[Tensor | None, ...], recompute: bool
+) -> Tensor:
     if torch.is_grad_enabled() and _requires_grad(x, weights, biases):
         from .autograd import Fused
 
         return Fused.apply(plan, recompute, x, *weights, *biases)  # type: ignore[no-any-return]
-    y, _ = operation.forward(plan, x, weights, biases, False)
+    y, _ = OPERATIONS[plan.op].forward(plan, x, weights, biases, False)
     return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[1])  # type: ignore[no-any-return]
 
 

@@ -11,6 +11,7 @@ Three paths, chosen once for each :class:`Launch`:
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
@@ -178,5 +179,18 @@ def barrier_counters(device: torch.device) -> Tensor:
     key = (device.index, torch._C._cuda_getCurrentRawStream(device.index))
     found = _counters.get(key)
     if found is None:
-        found = _counters[key] = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
+        found = _counters[key] = _zeros_outside_pools(device)
     return found
+
+
+def _zeros_outside_pools(device: torch.device) -> Tensor:
+    """Counters that live on. A thread of its own allocates them: where the caller's allocations go to the memory pool
+    of a CUDA graph about to be captured, they must not."""
+
+    def allocate() -> Tensor:
+        zeros = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
+        torch.cuda.current_stream(device).synchronize()  # other streams read them
+        return zeros
+
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        return thread.submit(allocate).result()

@@ -50,9 +50,11 @@ class Plan:
 
     def __post_init__(self) -> None:
         self.device_index: int | None = self.device.index if self.device.type == "cuda" else None
+        # Triton's interpreter computes every fp32 product in full.
+        self.dot_precision = "tf32" if self.precision == "tf32" and self.device_index is not None else "ieee"
         self.pairs = False  # gate and up have one row stride, so that one descriptor may span them
-        # Accurate tanh for fp32; the approximate instruction where the result is rounded to 16 bits on a GPU.
-        self.fast_tanh = self.device_index is not None and self.dtype != torch.float32
+        # Approximate tanh and exp where the result is rounded to 16 bits; the interpreter has no inline assembly.
+        self.fast_math = self.device_index is not None and self.dtype != torch.float32
 
     def choose(self, name: str, op: str, N: int, K: int) -> None:
         """Calculate the settings of one kernel."""

@@ -119,6 +119,11 @@ def test_what_is_saved_suffices(name):
         assert name not in ("relu", "identity"), "would keep more than it needs"
 
 
+def named(value):
+    """A test's name without addresses, which differ between the processes of a test run."""
+    return getattr(value, "__name__", None) or str(value)
+
+
 @pytest.mark.parametrize(
     "module, name",
     [
@@ -134,7 +139,7 @@ def test_what_is_saved_suffices(name):
         (F.silu, "silu"),
         (torch.sigmoid, "sigmoid"),
     ],
-    ids=str,
+    ids=named,
 )
 def test_modules_and_functions_are_recognised(module, name):
     assert activation_of_module(module) is ACTIVATIONS[name]
@@ -148,7 +153,7 @@ class Doubled(nn.ReLU):
 @pytest.mark.parametrize(
     "module",
     [Doubled(), nn.Tanh(), nn.LeakyReLU(), nn.ReLU6(), torch.tanh, None, "relu6", nn.Linear(2, 2), []],
-    ids=str,
+    ids=named,
 )
 def test_others_are_not_taken_for_known_ones(module):
     assert activation_of_module(module) is None

@@ -2,84 +2,121 @@
 
 from __future__ import annotations
 
-from functools import partial
+import json
+from dataclasses import dataclass
+from functools import cache, partial
+from importlib.resources import files
+from itertools import product
+from unittest import mock
 
 import pytest
 import torch
-from support.aot import SHARED_MEMORY, Recorded, compile_for, pretended
+from support.aot import DEVICES, SHARED_MEMORY, Recorded, compile_for, pretended
 
-from fusedmlp import functional
+from fusedmlp import functional, settings
+from fusedmlp.settings import OPS, Settings, calculate_settings, tables
 
 MAX_SPILL = 64  # bytes
 SERIALISED_WGMMA = {"C7511", "C7515"}  # ptxas: wgmma waits at every step
 TWO_CTAS = 128  # registers a thread that leave room for two programs of 8 warps
 PAIRED = ("act_grad", "glu_act_backward")
+PARTS = 8  # tests that share the launches of one case, so that all workers have work
 
-# Tokens and widths that reach every branch of the heuristic.
-TOKENS = (1, 64, 128, 256, 1024, 2048, 8192)
-WIDTHS = ((384, 1536), (768, 3072), (2304, 9216), (4096, 14336))
-
-
-def _run_all(dtype: torch.dtype, tokens: int, D: int, H: int, activation: str) -> None:
-    """Forward with and without grad, backward, of every operation, with and without biases."""
-
-    def make(*shape: int) -> torch.Tensor:
-        return torch.empty(*shape, dtype=dtype, device="meta", requires_grad=True)
-
-    x = make(tokens, D)
-    gate, up, down = make(H, D), make(H, D), make(D, H)
-    for b_gate, b_up, b_down in ((None, None, None), (make(H), make(H), make(D))):
-        calls = (
-            partial(functional.linear_act, x, gate, b_gate, activation),
-            partial(functional.glu_mlp, x, gate, up, down, b_gate, b_up, b_down, activation),
-            partial(functional.mlp, x, gate, down, b_gate, b_down, activation),
-            partial(functional.relu_mlp, x, [gate, down], [b_gate, b_down]),
-        )
-        for call in calls:
-            with torch.no_grad():
-                call()
-            y = call()
-            y.backward(torch.empty_like(y))
+# Tokens and widths that reach every row of the tables and every branch of the heuristic; the last test checks it.
+# All tokens are multiples of 16: others change how M is specialised and nothing else of a kernel.
+TOKENS = (16, 64, 128, 256, 1024, 2048, 8192)
+WIDTHS = ((64, 256), (384, 1536), (768, 3072), (1024, 4096), (2304, 9216), (4096, 14336))
+# Where the heuristic and the tables are asked what they may answer: both sides of every threshold.
+ASKED_TOKENS = (1, 16, 32, 33, 64, 65, 128, 129, 256, 257, 512, 513, 1024, 1025, 2048, 2049, 8192, 8193, 1 << 20)
+ASKED_WIDTHS = (32, 64, 72, 384, 768, 1016, 1024, 1032, 1536, 2040, 2048, 2304, 3072, 4096, 8184, 8192, 9216, 14336)
 
 
-def recorded_for(capability: int, dtype: torch.dtype, tma: bool, activations: tuple[str, ...]) -> list[Recorded]:
-    with pretended(capability) as recorded:
-        for tokens in TOKENS:
-            for D, H in WIDTHS:
-                for activation in activations:
-                    _run_all(dtype, tokens, D if tma else D + 1, H if tma else H + 1, activation)
-    return recorded
+@dataclass(frozen=True)
+class Case:
+    """Devices of one capability, dtype, whether shapes suit TMA, precision of fp32 products.
+
+    Every activation is compiled with everything on (biases, saving, all gradients), where a kernel needs the most
+    registers. ``plain``: the first one also without biases, training and inference.
+    """
+
+    devices: tuple[str, ...]
+    dtype: torch.dtype
+    tma: bool = True
+    precision: str = "high"
+    activations: tuple[str, ...] = ("gelu",)
+    plain: bool = True
+
+    @property
+    def capability(self) -> int:
+        major, minor = DEVICES[self.devices[0]].capability
+        return 10 * major + minor
+
+    @property
+    def id(self) -> str:
+        parts = [f"sm{self.capability}", str(self.dtype).removeprefix("torch."), "aligned" if self.tma else "ragged"]
+        return "-".join([*parts, *([self.precision] if self.dtype == torch.float32 else [])])
 
 
-# capability, dtype, whether shapes suit TMA, matmul precision, activations
+SM90 = ("nvidia-h200", "nvidia-h100")
 CASES = [
-    (80, torch.bfloat16, True, "high", ("gelu", "gelu_tanh")),
-    (80, torch.float32, True, "high", ("gelu",)),
-    (80, torch.float32, True, "highest", ("gelu",)),
-    (90, torch.bfloat16, True, "high", ("gelu", "gelu_tanh")),
-    (90, torch.float16, True, "high", ("gelu_tanh",)),
-    (90, torch.bfloat16, False, "high", ("gelu",)),
-    (90, torch.float32, True, "high", ("gelu",)),
-    (100, torch.bfloat16, True, "high", ("gelu", "gelu_tanh")),
+    Case(("nvidia-a100",), torch.bfloat16, activations=("gelu", "gelu_tanh")),
+    Case(("nvidia-a100",), torch.float32),
+    Case(("nvidia-a100",), torch.float32, precision="highest"),
+    Case(SM90, torch.bfloat16, activations=("gelu", "gelu_tanh")),
+    Case(SM90, torch.float16, activations=("gelu_tanh",), plain=False),
+    Case(SM90, torch.bfloat16, tma=False),
+    Case(SM90, torch.float32),
+    Case(("nvidia-b200",), torch.bfloat16, activations=("gelu", "gelu_tanh")),
 ]
 
 
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("capability,dtype,tma,precision,activations", CASES)
-def test_compiles_without_spills(
-    capability: int,
-    dtype: torch.dtype,
-    tma: bool,
-    precision: str,
-    activations: tuple[str, ...],
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def _run_all(dtype: torch.dtype, tokens: int, D: int, H: int, activation: str, biases: bool, train: bool) -> None:
+    """Every operation, forward and with ``train`` backward."""
+
+    def make(*shape: int) -> torch.Tensor:
+        return torch.empty(*shape, dtype=dtype, device="meta", requires_grad=train)
+
+    x = make(tokens, D)
+    gate, up, down = make(H, D), make(H, D), make(D, H)
+    b_gate, b_up, b_down = (make(H), make(H), make(D)) if biases else (None, None, None)
+    calls = (
+        partial(functional.linear_act, x, gate, b_gate, activation),
+        partial(functional.glu_mlp, x, gate, up, down, b_gate, b_up, b_down, activation),
+        partial(functional.mlp, x, gate, down, b_gate, b_down, activation),
+        partial(functional.relu_mlp, x, [gate, down], [b_gate, b_down]),
+    )
+    for call in calls:
+        y = call()
+        if train:
+            y.backward(torch.empty_like(y))
+
+
+@cache
+def recorded_for(case: Case) -> list[Recorded]:
     before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(precision)
+    torch.set_float32_matmul_precision(case.precision)
+    found: dict[Recorded, None] = {}
+    runs = [(activation, True, True) for activation in case.activations]
+    if case.plain:
+        runs += [(case.activations[0], False, train) for train in (True, False)]
+    odd = 0 if case.tma else 1
     try:
-        recorded = recorded_for(capability, dtype, tma, activations)
+        for device in case.devices:
+            with pretended(DEVICES[device]) as recorded:
+                for tokens, (D, H), run in product(TOKENS, WIDTHS, runs):
+                    _run_all(case.dtype, tokens, D + odd, H + odd, *run)
+            found.update(dict.fromkeys(recorded))
     finally:
         torch.set_float32_matmul_precision(before)
+    return list(found)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_compiles_without_spills(case: Case, part: int, capfd: pytest.CaptureFixture[str]) -> None:
+    capability = case.capability
+    recorded = recorded_for(case)[part::PARTS]
     assert recorded, "nothing was launched"
     bad = []
     for entry in recorded:
@@ -94,3 +131,47 @@ def test_compiles_without_spills(
         ):
             bad.append(f"{entry}: {report}")
     assert not bad, f"{len(bad)} of {len(recorded)} launches:\n" + "\n".join(bad)
+
+
+def answers(case: Case) -> set[tuple[str, Settings]]:
+    """What the settings may answer on the devices of a case, with the operation asked: tables and heuristic."""
+    found = set()
+    precision = "ieee" if case.precision == "highest" else "tf32"
+    for slug in case.devices:
+        with mock.patch.object(settings.device, "info", return_value=DEVICES[slug]):
+            for op, M, N, K in product(OPS, ASKED_TOKENS, ASKED_WIDTHS, ASKED_WIDTHS):
+                answer = calculate_settings(op, M, N, K, case.dtype, "meta", precision=precision, tma=case.tma)
+                found.add((op, answer))
+        dtype = str(case.dtype).removeprefix("torch.")
+        for (op, name, row_precision, _, _), rows in tables.load(slug).items():
+            if name == dtype and row_precision in ("", precision):
+                found |= {(op, answer) for _, answer in rows if case.tma or answer.family != "tma"}
+    return found
+
+
+def is_compiled(op: str, wanted: Settings, recorded: list[Recorded]) -> bool:
+    tile = (wanted.block_m, wanted.block_n, wanted.block_k, wanted.group, wanted.parts, wanted.warps, wanted.stages)
+    name = op if op == "relu_stack" else f"{op}_{wanted.family}"
+    tiles = [entry.tile for entry in recorded if entry.name == name]
+    return any(all(a in (None, b) for a, b in zip(found, tile, strict=True)) for found in tiles)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_every_setting_is_among_them(case: Case) -> None:
+    wanted = {(op, answer) for op, answer in answers(case) if answer.family != "pair"}
+    if case.precision == "highest":
+        # cuBLAS and pointwise kernels, but for the stack of layers, which the plan does not take then.
+        assert {op for op, _ in wanted} == {"relu_stack"}
+        assert not [entry for entry in recorded_for(case) if entry.name == "relu_stack"]
+        return
+    missing = [f"{op}: {answer}" for op, answer in wanted if not is_compiled(op, answer, recorded_for(case))]
+    assert not missing, "not compiled:\n" + "\n".join(sorted(missing))
+
+
+def test_every_table_belongs_to_a_case() -> None:
+    tables_shipped = {path.name.removesuffix(".json") for path in files(settings).iterdir() if path.suffix == ".json"}
+    assert tables_shipped <= {slug for case in CASES for slug in case.devices}
+    for slug in tables_shipped:
+        rows = json.loads((files(settings) / f"{slug}.json").read_text())["rows"]
+        dtypes = {str(case.dtype).removeprefix("torch.") for case in CASES if slug in case.devices}
+        assert {row["dtype"] for row in rows} <= dtypes

@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import fusedmlp
 from fusedmlp import cli
 from fusedmlp.demo import DemoError, char_lm, common, embeddings, run
 
@@ -84,7 +83,7 @@ def test_embeddings_out_of_bounds_are_found(
         model.encoder.layer[5].intermediate = Wrong(model.encoder.layer[5].intermediate, value)
         return "replaced 1"
 
-    monkeypatch.setattr(fusedmlp, "patch", bad_patch, raising=False)
+    monkeypatch.setattr(embeddings, "patch", bad_patch)
     assert not embeddings.show(CPU, dtype, repeats=1, sentences=embeddings.SENTENCES[:3])
     assert "OUT OF BOUNDS" in capsys.readouterr().out
 

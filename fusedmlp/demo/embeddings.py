@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import fusedmlp
-
+from ..explain import explain_plan
+from ..integrations.transformers import patch
 from ..profiling import count_launches
 from .common import DemoError, device_line, interleaved_ms, on_cpu_line, table, wrapped
 
@@ -87,7 +87,7 @@ def _print_layers(eager: nn.Module, fused: nn.Module, batch: dict[str, Tensor], 
     with torch.no_grad():
         for name in _layers(eager):
             before, after = eager.get_submodule(name), fused.get_submodule(name)
-            explanation = fusedmlp.explain_plan(after, states)
+            explanation = explain_plan(after, states)
             for note in explanation.notes:
                 text = " + ".join(map(str, note.forward)) or "PyTorch's own operators"
                 reason = f" ({note.reason})" if note.reason else ""
@@ -121,7 +121,7 @@ def show(device: torch.device, dtype_name: str, repeats: int = 10, sentences: tu
     batch = {k: v.to(device) for k, v in tokenizer(list(sentences), padding=True, return_tensors="pt").items()}
     eager = copy.deepcopy(exact).to(dtype)
     fused = copy.deepcopy(eager)
-    report = fusedmlp.patch(fused)
+    report = patch(fused)
 
     size = "x".join(map(str, batch["input_ids"].shape))
     print(f"\n{dtype_name} on {device_line(device)}; {len(sentences)} sentences, {size} tokens")

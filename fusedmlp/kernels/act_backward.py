@@ -9,6 +9,7 @@ import triton.language as tl
 
 from .activations import grad_through
 from .common import (
+    dot,
     finish_column_sums,
     grid_barrier,
     partial_column_sums,
@@ -36,11 +37,11 @@ def _epilogue_tma(
     SAVES_OUTPUT: tl.constexpr,
     STORE_A: tl.constexpr,
     BIAS_GRAD: tl.constexpr,
-    FAST_TANH: tl.constexpr,
+    FAST_MATH: tl.constexpr,
 ):
     acc = round_as_stored(acc, dpre_desc.dtype)
     saved = saved_desc.load([row, col]).to(tl.float32)
-    dpre, a = grad_through(acc, saved, ACT, SAVES_OUTPUT, FAST_TANH)
+    dpre, a = grad_through(acc, saved, ACT, SAVES_OUTPUT, FAST_MATH)
     dpre_desc.store([row, col], dpre.to(dpre_desc.dtype))
     if STORE_A:
         a_desc.store([row, col], a.to(a_desc.dtype))
@@ -99,7 +100,7 @@ def act_backward_tma(
     STORE_A: tl.constexpr,
     BIAS_GRAD: tl.constexpr,
     OUT_BIAS_GRAD: tl.constexpr,
-    FAST_TANH: tl.constexpr,
+    FAST_MATH: tl.constexpr,
     FLATTEN: tl.constexpr,
 ):
     """Persistent. gy [M, K] box [BLOCK_M, BLOCK_K], w = W2 [K, N] box [BLOCK_K, BLOCK_N]; saved, dpre, a [M, N] box
@@ -123,14 +124,14 @@ def act_backward_tma(
         # fmt: off
         if PARTS == 1:
             _epilogue_tma(acc, saved_desc, dpre_desc, a_desc, pre_sum_ptr, pid_m, row, col, M, N, BLOCK_M, PART_N, ACT,
-                          SAVES_OUTPUT, STORE_A, BIAS_GRAD, FAST_TANH)
+                          SAVES_OUTPUT, STORE_A, BIAS_GRAD, FAST_MATH)
         else:
             tl.static_assert(PARTS == 2)
             left, right = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, PART_N)), (0, 2, 1)))
             _epilogue_tma(left, saved_desc, dpre_desc, a_desc, pre_sum_ptr, pid_m, row, col, M, N, BLOCK_M, PART_N, ACT,
-                          SAVES_OUTPUT, STORE_A, BIAS_GRAD, FAST_TANH)
+                          SAVES_OUTPUT, STORE_A, BIAS_GRAD, FAST_MATH)
             _epilogue_tma(right, saved_desc, dpre_desc, a_desc, pre_sum_ptr, pid_m, row, col + PART_N, M, N, BLOCK_M,
-                          PART_N, ACT, SAVES_OUTPUT, STORE_A, BIAS_GRAD, FAST_TANH)
+                          PART_N, ACT, SAVES_OUTPUT, STORE_A, BIAS_GRAD, FAST_MATH)
         # fmt: on
     _finish_biases(
         counter_ptr,
@@ -173,7 +174,7 @@ def act_backward_pointer(
     STORE_A: tl.constexpr,
     BIAS_GRAD: tl.constexpr,
     OUT_BIAS_GRAD: tl.constexpr,
-    FAST_TANH: tl.constexpr,
+    FAST_MATH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Programs loop over tiles. gy [M, K], saved, dpre, a [M, N] contiguous; w = W2 [K, N] with its row stride."""
@@ -193,12 +194,12 @@ def act_backward_pointer(
         for k in range(0, K, BLOCK_K):
             gy = tl.load(gy_at + k, mask=(rows[:, None] < M) & (inner[None, :] < K - k), other=0.0)
             w = tl.load(w_at, mask=(inner[:, None] < K - k) & (columns[None, :] < N), other=0.0)
-            acc = tl.dot(gy, w, acc, input_precision=PRECISION)
+            acc = dot(gy, w, acc, PRECISION)
             w_at += tl.cast(BLOCK_K, tl.int64) * w_stride
         mask = (rows[:, None] < M) & (columns[None, :] < N)
         at = rows[:, None].to(tl.int64) * N + columns[None, :]
         saved = tl.load(saved_ptr + at, mask=mask, other=0.0).to(tl.float32)
-        dpre, a = grad_through(round_as_stored(acc, DTYPE), saved, ACT, SAVES_OUTPUT, FAST_TANH)
+        dpre, a = grad_through(round_as_stored(acc, DTYPE), saved, ACT, SAVES_OUTPUT, FAST_MATH)
         tl.store(dpre_ptr + at, dpre.to(DTYPE), mask=mask)
         if STORE_A:
             tl.store(a_ptr + at, a.to(DTYPE), mask=mask)

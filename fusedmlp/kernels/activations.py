@@ -12,11 +12,30 @@ _GELU_CUBIC = tl.constexpr(0.044715)
 _SQRT_HALF = tl.constexpr(0.7071067811865476)
 _INV_SQRT_2PI = tl.constexpr(0.3989422804014327)
 _QUICK = tl.constexpr(1.702)
+_LOG2_E = tl.constexpr(1.4426950408889634)
+_LN2_HIGH = tl.constexpr(0.693145751953125)  # ln 2 to 16 bits, so that n * _LN2_HIGH is exact
+_LN2_LOW = tl.constexpr(1.4286068203094173e-06)
 
 
 @triton.jit
-def _sigmoid(x):
-    return 1.0 / (1.0 + tl.exp(-x))
+def _exp(x, FAST: tl.constexpr):
+    """``exp(x)``. The hardware's 2^x rounds x / ln 2 first, which costs digits as |x| grows: fine for results of 16
+    bits (FAST), while fp32 takes the whole power of two out exactly (Cody and Waite's reduction)."""
+    if FAST:
+        y = tl.exp(x)
+    else:
+        x = tl.where(x > 100.0, 100.0, x)  # beyond these the result is inf or 0; NaN passes
+        x = tl.where(x < -110.0, -110.0, x)
+        n = tl.floor(x * _LOG2_E + 0.5)
+        r = x - n * _LN2_HIGH - n * _LN2_LOW
+        half = tl.floor(n * 0.5)  # 2^n in two factors, each in range where their product is not
+        y = tl.exp(r) * tl.exp2(half) * tl.exp2(n - half)
+    return y
+
+
+@triton.jit
+def _sigmoid(x, FAST: tl.constexpr):
+    return 1.0 / (1.0 + _exp(-x, FAST))
 
 
 @triton.jit
@@ -26,21 +45,21 @@ def _tanh_approx(x):
 
 
 @triton.jit
-def _gelu_tanh_gate(x, FAST_TANH: tl.constexpr):
+def _gelu_tanh_gate(x, FAST_MATH: tl.constexpr):
     """``0.5 * (1 + tanh(z))`` with its derivative's inner factor; z saturates long before |x| = 16."""
     c = tl.minimum(tl.maximum(x, -16.0), 16.0)
     c2 = c * c
     z = c * (_SQRT_2_OVER_PI + (_SQRT_2_OVER_PI * _GELU_CUBIC) * c2)
     dz = _SQRT_2_OVER_PI + (3.0 * _SQRT_2_OVER_PI * _GELU_CUBIC) * c2
-    if FAST_TANH:
+    if FAST_MATH:
         gate = 0.5 + 0.5 * _tanh_approx(z)
     else:
-        gate = _sigmoid(2.0 * z)
+        gate = _sigmoid(2.0 * z, FAST_MATH)
     return gate, dz
 
 
 @triton.jit
-def activate(x, ACT: tl.constexpr, FAST_TANH: tl.constexpr):
+def activate(x, ACT: tl.constexpr, FAST_MATH: tl.constexpr):
     """``act(x)``; x fp32."""
     if ACT == "relu":
         y = tl.where(x <= 0.0, 0.0, x)
@@ -50,14 +69,14 @@ def activate(x, ACT: tl.constexpr, FAST_TANH: tl.constexpr):
     elif ACT == "gelu":
         y = x * (0.5 + 0.5 * tl.erf(x * _SQRT_HALF))
     elif ACT == "gelu_tanh":
-        gate, _ = _gelu_tanh_gate(x, FAST_TANH)
+        gate, _ = _gelu_tanh_gate(x, FAST_MATH)
         y = x * gate
     elif ACT == "silu":
-        y = x * _sigmoid(x)
+        y = x * _sigmoid(x, FAST_MATH)
     elif ACT == "quick_gelu":
-        y = x * _sigmoid(_QUICK * x)
+        y = x * _sigmoid(_QUICK * x, FAST_MATH)
     elif ACT == "sigmoid":
-        y = _sigmoid(x)
+        y = _sigmoid(x, FAST_MATH)
     else:
         tl.static_assert(ACT == "identity", "unknown activation")
         y = x
@@ -65,7 +84,7 @@ def activate(x, ACT: tl.constexpr, FAST_TANH: tl.constexpr):
 
 
 @triton.jit
-def activate_grad(x, ACT: tl.constexpr, FAST_TANH: tl.constexpr):
+def activate_grad(x, ACT: tl.constexpr, FAST_MATH: tl.constexpr):
     """``(act(x), act'(x))``; x fp32, the input of the activation."""
     if ACT == "relu":
         y = tl.where(x <= 0.0, 0.0, x)
@@ -77,21 +96,21 @@ def activate_grad(x, ACT: tl.constexpr, FAST_TANH: tl.constexpr):
     elif ACT == "gelu":
         cdf = 0.5 + 0.5 * tl.erf(x * _SQRT_HALF)
         y = x * cdf
-        d = cdf + x * (_INV_SQRT_2PI * tl.exp(-0.5 * x * x))
+        d = cdf + x * (_INV_SQRT_2PI * _exp(-0.5 * x * x, FAST_MATH))
     elif ACT == "gelu_tanh":
-        gate, dz = _gelu_tanh_gate(x, FAST_TANH)
+        gate, dz = _gelu_tanh_gate(x, FAST_MATH)
         y = x * gate
         d = gate + (y * (1.0 - gate)) * (2.0 * dz)
     elif ACT == "silu":
-        s = _sigmoid(x)
+        s = _sigmoid(x, FAST_MATH)
         y = x * s
         d = s * (1.0 + x * (1.0 - s))
     elif ACT == "quick_gelu":
-        s = _sigmoid(_QUICK * x)
+        s = _sigmoid(_QUICK * x, FAST_MATH)
         y = x * s
         d = s + (y * (1.0 - s)) * _QUICK
     elif ACT == "sigmoid":
-        y = _sigmoid(x)
+        y = _sigmoid(x, FAST_MATH)
         d = y * (1.0 - y)
     else:
         tl.static_assert(ACT == "identity", "unknown activation")
@@ -123,12 +142,12 @@ def grad_from_output(grad, y, ACT: tl.constexpr):
 
 
 @triton.jit
-def grad_through(grad, saved, ACT: tl.constexpr, SAVES_OUTPUT: tl.constexpr, FAST_TANH: tl.constexpr):
+def grad_through(grad, saved, ACT: tl.constexpr, SAVES_OUTPUT: tl.constexpr, FAST_MATH: tl.constexpr):
     """``(grad * act', act value)`` from whichever tensor the activation saves."""
     if SAVES_OUTPUT:
         g = grad_from_output(grad, saved, ACT)
         y = saved
     else:
-        y, d = activate_grad(saved, ACT, FAST_TANH)
+        y, d = activate_grad(saved, ACT, FAST_MATH)
         g = times_derivative(grad, d, ACT)
     return g, y

@@ -16,6 +16,25 @@ def tile_of(tile, tiles_m, tiles_n, GROUP: tl.constexpr):
 
 
 @triton.jit
+def dot(a, b, acc, PRECISION: tl.constexpr):
+    """``acc + a b``. In TF32 the operands are rounded to nearest first, as cuBLAS does: the tensor cores would cut
+    their low bits off, which more than doubles the error."""
+    if PRECISION == "tf32":
+        if a.dtype == tl.float32:
+            a = _round_to_tf32(a)
+            b = _round_to_tf32(b)
+        acc = tl.dot(a, b, acc, input_precision="tf32")
+    else:
+        acc = tl.dot(a, b, acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def _round_to_tf32(x):
+    return tl.inline_asm_elementwise("cvt.rna.tf32.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
 def round_as_stored(x, DTYPE: tl.constexpr):
     """x as it would be had it been stored in fp16, where eager's intermediate may overflow to inf; else x.
 

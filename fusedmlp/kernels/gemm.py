@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .common import tile_of
+from .common import dot, tile_of
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -84,17 +84,17 @@ def dual_dgrad_pointer(
     for k in range(0, H, BLOCK_K):
         d_mask = (rows[:, None] < M) & (inner[None, :] < H - k)
         w_mask = (inner[:, None] < H - k) & (columns[None, :] < N)
-        acc = tl.dot(
+        acc = dot(
             tl.load(d_at + k, mask=d_mask, other=0.0),
             tl.load(wg_at, mask=w_mask, other=0.0),
             acc,
-            input_precision=PRECISION,
+            PRECISION,
         )
-        acc = tl.dot(
+        acc = dot(
             tl.load(d_at + H + k, mask=d_mask, other=0.0),
             tl.load(wu_at, mask=w_mask, other=0.0),
             acc,
-            input_precision=PRECISION,
+            PRECISION,
         )
         wg_at += tl.cast(BLOCK_K, tl.int64) * wg_stride
         wu_at += tl.cast(BLOCK_K, tl.int64) * wu_stride

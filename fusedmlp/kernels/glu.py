@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from .activations import activate
-from .common import round_as_stored, tile_of
+from .common import dot, round_as_stored, tile_of
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -29,7 +29,7 @@ def glu_tma(
     SAVE_GATE_UP: tl.constexpr,
     STORE_H: tl.constexpr,
     UP_FIRST: tl.constexpr,
-    FAST_TANH: tl.constexpr,
+    FAST_MATH: tl.constexpr,
     FLATTEN: tl.constexpr,
 ):
     """Persistent. Both weights come through one 3-D descriptor [2, H, K], box [2, BLOCK_N, BLOCK_K], whose outer
@@ -64,7 +64,7 @@ def glu_tma(
             gate_desc.store([row, col], gate)
             up_desc.store([row, col], up)
         if STORE_H:
-            a = round_as_stored(activate(gate.to(tl.float32), ACT, FAST_TANH), h_desc.dtype)
+            a = round_as_stored(activate(gate.to(tl.float32), ACT, FAST_MATH), h_desc.dtype)
             h_desc.store([row, col], (a * up.to(tl.float32)).to(h_desc.dtype))
 
 
@@ -92,7 +92,7 @@ def glu_pointer(
     HAS_UP_BIAS: tl.constexpr,
     SAVE_GATE_UP: tl.constexpr,
     STORE_H: tl.constexpr,
-    FAST_TANH: tl.constexpr,
+    FAST_MATH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """One tile a program; x [M, K], wg and wu [H, K] have their own row strides; h [M, H] and gate_up [M, 2H] are
@@ -113,8 +113,8 @@ def glu_pointer(
         x = tl.load(x_at + k, mask=(rows[:, None] < M) & (inner[None, :] < K - k), other=0.0)
         wg = tl.load(wg_at + k, mask=w_mask, other=0.0)
         wu = tl.load(wu_at + k, mask=w_mask, other=0.0)
-        gate = tl.dot(x, wg, gate, input_precision=PRECISION)
-        up = tl.dot(x, wu, up, input_precision=PRECISION)
+        gate = dot(x, wg, gate, PRECISION)
+        up = dot(x, wu, up, PRECISION)
     if HAS_GATE_BIAS:
         gate += tl.load(bg_ptr + columns, mask=columns < H, other=0.0).to(tl.float32)[None, :]
     if HAS_UP_BIAS:
@@ -127,7 +127,7 @@ def glu_pointer(
         tl.store(gate_up_ptr + at, gate, mask=mask)
         tl.store(gate_up_ptr + at + H, up, mask=mask)
     if STORE_H:
-        a = round_as_stored(activate(gate.to(tl.float32), ACT, FAST_TANH), x_ptr.dtype.element_ty)
+        a = round_as_stored(activate(gate.to(tl.float32), ACT, FAST_MATH), x_ptr.dtype.element_ty)
         h = a * up.to(tl.float32)
         at = rows[:, None].to(tl.int64) * H + columns[None, :]
         tl.store(h_ptr + at, h.to(h_ptr.dtype.element_ty), mask=mask)

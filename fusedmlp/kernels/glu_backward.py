@@ -9,6 +9,7 @@ import triton.language as tl
 
 from .activations import activate_grad, times_derivative
 from .common import (
+    dot,
     finish_column_sums,
     grid_barrier,
     partial_column_sums,
@@ -19,10 +20,10 @@ from .common import (
 
 
 @triton.jit
-def _gated_grads(dh, gate, up, ACT: tl.constexpr, FAST_TANH: tl.constexpr, DTYPE: tl.constexpr):
+def _gated_grads(dh, gate, up, ACT: tl.constexpr, FAST_MATH: tl.constexpr, DTYPE: tl.constexpr):
     """(dGate, dUp, h), all fp32."""
     dh = round_as_stored(dh, DTYPE)
-    a, d = activate_grad(gate, ACT, FAST_TANH)
+    a, d = activate_grad(gate, ACT, FAST_MATH)
     a = round_as_stored(a, DTYPE)
     return times_derivative(round_as_stored(dh * up, DTYPE), d, ACT), dh * a, a * up
 
@@ -47,11 +48,11 @@ def _epilogue_tma(
     ACT: tl.constexpr,
     STORE_H: tl.constexpr,
     BIAS_GRAD: tl.constexpr,
-    FAST_TANH: tl.constexpr,
+    FAST_MATH: tl.constexpr,
 ):
     gate = gate_desc.load([row, col]).to(tl.float32)
     up = up_desc.load([row, col]).to(tl.float32)
-    dgate, dup, h = _gated_grads(dh, gate, up, ACT, FAST_TANH, dgate_desc.dtype)
+    dgate, dup, h = _gated_grads(dh, gate, up, ACT, FAST_MATH, dgate_desc.dtype)
     dgate_desc.store([row, col], dgate.to(dgate_desc.dtype))
     dup_desc.store([row, col], dup.to(dup_desc.dtype))
     if STORE_H:
@@ -118,7 +119,7 @@ def glu_backward_tma(
     STORE_H: tl.constexpr,
     BIAS_GRAD: tl.constexpr,
     DOWN_BIAS_GRAD: tl.constexpr,
-    FAST_TANH: tl.constexpr,
+    FAST_MATH: tl.constexpr,
     FLATTEN: tl.constexpr,
 ):
     """Persistent. gy [M, K] box [BLOCK_M, BLOCK_K], w = Wd [K, H] box [BLOCK_K, BLOCK_N]; gate, up, dgate, dup, h
@@ -142,26 +143,26 @@ def glu_backward_tma(
         # fmt: off
         if PARTS == 1:
             _epilogue_tma(acc, gate_desc, up_desc, dgate_desc, dup_desc, h_desc, gate_sum_ptr, up_sum_ptr, pid_m,
-                          row, col, M, H, BLOCK_M, PART_N, ACT, STORE_H, BIAS_GRAD, FAST_TANH)
+                          row, col, M, H, BLOCK_M, PART_N, ACT, STORE_H, BIAS_GRAD, FAST_MATH)
         elif PARTS == 2:
             a, b = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, PART_N)), (0, 2, 1)))
             _epilogue_tma(a, gate_desc, up_desc, dgate_desc, dup_desc, h_desc, gate_sum_ptr, up_sum_ptr, pid_m,
-                          row, col, M, H, BLOCK_M, PART_N, ACT, STORE_H, BIAS_GRAD, FAST_TANH)
+                          row, col, M, H, BLOCK_M, PART_N, ACT, STORE_H, BIAS_GRAD, FAST_MATH)
             _epilogue_tma(b, gate_desc, up_desc, dgate_desc, dup_desc, h_desc, gate_sum_ptr, up_sum_ptr, pid_m,
-                          row, col + PART_N, M, H, BLOCK_M, PART_N, ACT, STORE_H, BIAS_GRAD, FAST_TANH)
+                          row, col + PART_N, M, H, BLOCK_M, PART_N, ACT, STORE_H, BIAS_GRAD, FAST_MATH)
         else:
             tl.static_assert(PARTS == 4)
             left, right = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
             a, b = tl.split(tl.permute(tl.reshape(left, (BLOCK_M, 2, PART_N)), (0, 2, 1)))
             _epilogue_tma(a, gate_desc, up_desc, dgate_desc, dup_desc, h_desc, gate_sum_ptr, up_sum_ptr, pid_m,
-                          row, col, M, H, BLOCK_M, PART_N, ACT, STORE_H, BIAS_GRAD, FAST_TANH)
+                          row, col, M, H, BLOCK_M, PART_N, ACT, STORE_H, BIAS_GRAD, FAST_MATH)
             _epilogue_tma(b, gate_desc, up_desc, dgate_desc, dup_desc, h_desc, gate_sum_ptr, up_sum_ptr, pid_m,
-                          row, col + PART_N, M, H, BLOCK_M, PART_N, ACT, STORE_H, BIAS_GRAD, FAST_TANH)
+                          row, col + PART_N, M, H, BLOCK_M, PART_N, ACT, STORE_H, BIAS_GRAD, FAST_MATH)
             c, d = tl.split(tl.permute(tl.reshape(right, (BLOCK_M, 2, PART_N)), (0, 2, 1)))
             _epilogue_tma(c, gate_desc, up_desc, dgate_desc, dup_desc, h_desc, gate_sum_ptr, up_sum_ptr, pid_m,
-                          row, col + 2 * PART_N, M, H, BLOCK_M, PART_N, ACT, STORE_H, BIAS_GRAD, FAST_TANH)
+                          row, col + 2 * PART_N, M, H, BLOCK_M, PART_N, ACT, STORE_H, BIAS_GRAD, FAST_MATH)
             _epilogue_tma(d, gate_desc, up_desc, dgate_desc, dup_desc, h_desc, gate_sum_ptr, up_sum_ptr, pid_m,
-                          row, col + 3 * PART_N, M, H, BLOCK_M, PART_N, ACT, STORE_H, BIAS_GRAD, FAST_TANH)
+                          row, col + 3 * PART_N, M, H, BLOCK_M, PART_N, ACT, STORE_H, BIAS_GRAD, FAST_MATH)
         # fmt: on
     _finish_biases(
         counter_ptr,
@@ -207,7 +208,7 @@ def glu_backward_pointer(
     STORE_H: tl.constexpr,
     BIAS_GRAD: tl.constexpr,
     DOWN_BIAS_GRAD: tl.constexpr,
-    FAST_TANH: tl.constexpr,
+    FAST_MATH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Programs loop over tiles. gy [M, K], gate_up and dgate_up [M, 2H], h [M, H] contiguous; w = Wd [K, H]."""
@@ -227,13 +228,13 @@ def glu_backward_pointer(
         for k in range(0, K, BLOCK_K):
             gy = tl.load(gy_at + k, mask=(rows[:, None] < M) & (inner[None, :] < K - k), other=0.0)
             w = tl.load(w_at, mask=(inner[:, None] < K - k) & (columns[None, :] < H), other=0.0)
-            acc = tl.dot(gy, w, acc, input_precision=PRECISION)
+            acc = dot(gy, w, acc, PRECISION)
             w_at += tl.cast(BLOCK_K, tl.int64) * w_stride
         mask = (rows[:, None] < M) & (columns[None, :] < H)
         at = rows[:, None].to(tl.int64) * (2 * H) + columns[None, :]
         gate = tl.load(gate_up_ptr + at, mask=mask, other=0.0).to(tl.float32)
         up = tl.load(gate_up_ptr + at + H, mask=mask, other=0.0).to(tl.float32)
-        dgate, dup, h = _gated_grads(acc, gate, up, ACT, FAST_TANH, DTYPE)
+        dgate, dup, h = _gated_grads(acc, gate, up, ACT, FAST_MATH, DTYPE)
         tl.store(dgate_up_ptr + at, dgate.to(DTYPE), mask=mask)
         tl.store(dgate_up_ptr + at + H, dup.to(DTYPE), mask=mask)
         if STORE_H:

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from .activations import activate
-from .common import tile_of
+from .common import dot, tile_of
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -25,7 +25,7 @@ def linear_act_tma(
     ACT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     SAVE_PRE: tl.constexpr,
-    FAST_TANH: tl.constexpr,
+    FAST_MATH: tl.constexpr,
     FLATTEN: tl.constexpr,
 ):
     """Persistent; boxes: x [BLOCK_M, BLOCK_K], w [BLOCK_N, BLOCK_K], y and pre [BLOCK_M, BLOCK_N / PARTS]."""
@@ -43,13 +43,13 @@ def linear_act_tma(
             w = w_desc.load([col, k * BLOCK_K])
             acc = tl.dot(x, w.T, acc)
         if PARTS == 1:
-            _store_tma(acc, b_ptr, y_desc, pre_desc, row, col, N, PART_N, ACT, HAS_BIAS, SAVE_PRE, FAST_TANH)
+            _store_tma(acc, b_ptr, y_desc, pre_desc, row, col, N, PART_N, ACT, HAS_BIAS, SAVE_PRE, FAST_MATH)
         else:
             tl.static_assert(PARTS == 2)
             left, right = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, PART_N)), (0, 2, 1)))
-            _store_tma(left, b_ptr, y_desc, pre_desc, row, col, N, PART_N, ACT, HAS_BIAS, SAVE_PRE, FAST_TANH)
+            _store_tma(left, b_ptr, y_desc, pre_desc, row, col, N, PART_N, ACT, HAS_BIAS, SAVE_PRE, FAST_MATH)
             col += PART_N
-            _store_tma(right, b_ptr, y_desc, pre_desc, row, col, N, PART_N, ACT, HAS_BIAS, SAVE_PRE, FAST_TANH)
+            _store_tma(right, b_ptr, y_desc, pre_desc, row, col, N, PART_N, ACT, HAS_BIAS, SAVE_PRE, FAST_MATH)
 
 
 @triton.jit
@@ -65,7 +65,7 @@ def _store_tma(
     ACT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     SAVE_PRE: tl.constexpr,
-    FAST_TANH: tl.constexpr,
+    FAST_MATH: tl.constexpr,
 ):
     if HAS_BIAS:
         columns = col + tl.arange(0, PART_N)
@@ -73,7 +73,7 @@ def _store_tma(
     pre = acc.to(y_desc.dtype)  # rounded first, as eager does: backward starts from the same value
     if SAVE_PRE:
         pre_desc.store([row, col], pre)
-    y_desc.store([row, col], activate(pre.to(tl.float32), ACT, FAST_TANH).to(y_desc.dtype))
+    y_desc.store([row, col], activate(pre.to(tl.float32), ACT, FAST_MATH).to(y_desc.dtype))
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -95,7 +95,7 @@ def linear_act_pointer(
     ACT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     SAVE_PRE: tl.constexpr,
-    FAST_TANH: tl.constexpr,
+    FAST_MATH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """One tile a program; x [M, K] and w [N, K] have their own row strides, y and pre [M, N] are contiguous."""
@@ -111,7 +111,7 @@ def linear_act_pointer(
     for k in range(0, K, BLOCK_K):
         x = tl.load(x_at + k, mask=(rows[:, None] < M) & (inner[None, :] < K - k), other=0.0)
         w = tl.load(w_at + k, mask=(columns[None, :] < N) & (inner[:, None] < K - k), other=0.0)
-        acc = tl.dot(x, w, acc, input_precision=PRECISION)
+        acc = dot(x, w, acc, PRECISION)
     if HAS_BIAS:
         acc += tl.load(b_ptr + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
     pre = acc.to(y_ptr.dtype.element_ty)
@@ -119,5 +119,5 @@ def linear_act_pointer(
     mask = (rows[:, None] < M) & (columns[None, :] < N)
     if SAVE_PRE:
         tl.store(pre_ptr + at, pre, mask=mask)
-    y = activate(pre.to(tl.float32), ACT, FAST_TANH)
+    y = activate(pre.to(tl.float32), ACT, FAST_MATH)
     tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)

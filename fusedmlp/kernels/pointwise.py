@@ -11,12 +11,12 @@ from .common import finish_column_sums, grid_barrier, round_as_stored, store_par
 
 
 @triton.jit(do_not_specialize=["elements"])
-def act_forward(pre_ptr, y_ptr, elements, BLOCK: tl.constexpr, ACT: tl.constexpr, FAST_TANH: tl.constexpr):
+def act_forward(pre_ptr, y_ptr, elements, BLOCK: tl.constexpr, ACT: tl.constexpr, FAST_MATH: tl.constexpr):
     """y = act(pre), both contiguous with ``elements`` values."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < elements
     pre = tl.load(pre_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    tl.store(y_ptr + at, activate(pre, ACT, FAST_TANH).to(y_ptr.dtype.element_ty), mask=mask)
+    tl.store(y_ptr + at, activate(pre, ACT, FAST_MATH).to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["M", "parts"])
@@ -39,7 +39,7 @@ def act_grad(
     SAVES_OUTPUT: tl.constexpr,
     STORE_A: tl.constexpr,
     BIAS_GRAD: tl.constexpr,
-    FAST_TANH: tl.constexpr,
+    FAST_MATH: tl.constexpr,
 ):
     """dpre = gy * act', and db = column sums of dpre. gy [M, N] with any strides (an expanded gradient is read as it
     is), saved, dpre and a [M, N] contiguous; sum: fp32 [parts, N]."""
@@ -58,7 +58,7 @@ def act_grad(
             at = rows[:, None] * N + columns[None, :]
             gy = tl.load(gy_at, mask=mask, other=0.0).to(tl.float32)
             saved = tl.load(saved_ptr + at, mask=mask, other=0.0).to(tl.float32)
-            dpre, a = grad_through(gy, saved, ACT, SAVES_OUTPUT, FAST_TANH)
+            dpre, a = grad_through(gy, saved, ACT, SAVES_OUTPUT, FAST_MATH)
             tl.store(dpre_ptr + at, dpre.to(dpre_ptr.dtype.element_ty), mask=mask)
             if STORE_A:
                 tl.store(a_ptr + at, a.to(a_ptr.dtype.element_ty), mask=mask)
@@ -80,7 +80,7 @@ def glu_act_forward(
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     ACT: tl.constexpr,
-    FAST_TANH: tl.constexpr,
+    FAST_MATH: tl.constexpr,
 ):
     """h = act(gate) * up; gate_up [M, 2H] and h [M, H] contiguous. One task a program."""
     blocks = tl.cdiv(H, BLOCK_N)
@@ -90,7 +90,7 @@ def glu_act_forward(
     at = rows[:, None] * (2 * H) + columns[None, :]
     gate = tl.load(gate_up_ptr + at, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + at + H, mask=mask, other=0.0).to(tl.float32)
-    h = round_as_stored(activate(gate, ACT, FAST_TANH), h_ptr.dtype.element_ty) * up
+    h = round_as_stored(activate(gate, ACT, FAST_MATH), h_ptr.dtype.element_ty) * up
     tl.store(h_ptr + rows[:, None] * H + columns[None, :], h.to(h_ptr.dtype.element_ty), mask=mask)
 
 
@@ -113,7 +113,7 @@ def glu_act_backward(
     ACT: tl.constexpr,
     STORE_H: tl.constexpr,
     BIAS_GRAD: tl.constexpr,
-    FAST_TANH: tl.constexpr,
+    FAST_MATH: tl.constexpr,
 ):
     """dgate, dup and h from dh and the saved gate and up; all contiguous. gate_sum, up_sum: fp32 [parts, H]."""
     DTYPE: tl.constexpr = dh_ptr.dtype.element_ty
@@ -134,7 +134,7 @@ def glu_act_backward(
             dh = tl.load(dh_ptr + h_at, mask=mask, other=0.0).to(tl.float32)
             gate = tl.load(gate_up_ptr + at, mask=mask, other=0.0).to(tl.float32)
             up = tl.load(gate_up_ptr + at + H, mask=mask, other=0.0).to(tl.float32)
-            a, d = activate_grad(gate, ACT, FAST_TANH)
+            a, d = activate_grad(gate, ACT, FAST_MATH)
             a = round_as_stored(a, DTYPE)
             dgate = times_derivative(round_as_stored(dh * up, DTYPE), d, ACT)
             dup = dh * a

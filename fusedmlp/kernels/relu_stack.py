@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .common import grid_barrier
+from .common import dot, grid_barrier
 
 
 @triton.jit
@@ -39,7 +39,7 @@ def _layer(
                 cache_modifier=".cg",
             )
             w = tl.load(w_at + k, mask=(columns[None, :] < N) & (inner[:, None] < K - k), other=0.0)
-            acc = tl.dot(x, w, acc, input_precision=PRECISION)
+            acc = dot(x, w, acc, PRECISION)
         if HAS_BIAS:
             acc += tl.load(b_ptr + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
         y = tl.where(acc <= 0.0, 0.0, acc).to(y_ptr.dtype.element_ty)

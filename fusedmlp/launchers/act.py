@@ -65,11 +65,11 @@ def act_backward(
     def make() -> Launch:
         tiles = ceil_div(M, settings.block_m) * ceil_div(N, settings.block_n)
         block = (settings.block_m, settings.block_n, settings.block_k, settings.group)
-        flags = (act.name, act.saves == "output", store_a, bias_grad, out_bias_grad, plan.fast_tanh)
+        flags = (act.name, act.saves == "output", store_a, bias_grad, out_bias_grad, plan.fast_math)
         options = launch_options(settings, cooperative=biases)
         if not tma:
             grid = resident_grid(plan, tiles) if biases else tiles
-            return Launch(act_backward_pointer, grid, (*block, *flags, plan.precision or "ieee"), **options)
+            return Launch(act_backward_pointer, grid, (*block, *flags, plan.dot_precision), **options)
         grid = resident_grid(plan, tiles) if biases else persistent_grid(plan, tiles, settings)
         out = rows_tile(dpre, settings.block_m, settings.block_n // settings.parts)
         tiles_of = {
@@ -108,7 +108,7 @@ def act_grad(
 
     def make() -> Launch:
         grid = resident_grid(plan, tasks, 2) if bias_grad else tasks
-        constants = (rows, columns, act.name, act.saves == "output", store_a, bias_grad, plan.fast_tanh)
+        constants = (rows, columns, act.name, act.saves == "output", store_a, bias_grad, plan.fast_math)
         return Launch(act_grad_kernel, grid, constants, **pointwise_options(bias_grad))
 
     # gy comes from outside: its strides and alignment decide what Triton compiles, so they are in the key.

@@ -72,7 +72,7 @@ def glu_forward(
         flags = (plan.activation.name, gate_bias is not None, up_bias is not None, save, store_h)
         options = launch_options(settings)
         if not tma:
-            constants = (*block, *flags, plan.fast_tanh, plan.precision or "ieee")
+            constants = (*block, *flags, plan.fast_math, plan.dot_precision)
             return Launch(glu_pointer, tiles, constants, **options)
         gate_tile, up_tile = half_tiles(M, H, settings.block_m, settings.block_n)
         tiles_of = {
@@ -84,7 +84,7 @@ def glu_forward(
         if save:
             tiles_of |= {5: gate_tile, 6: up_tile}
         grid = persistent_grid(plan, tiles, settings)
-        return Launch(glu_tma, grid, (*block, *flags, up_first, plan.fast_tanh, True), tiles_of, **options)
+        return Launch(glu_tma, grid, (*block, *flags, up_first, plan.fast_math, True), tiles_of, **options)
 
     launch = prepared(plan, ("forward", tma, save, store_h, up_first), make)
     if tma:
@@ -109,7 +109,7 @@ def glu_act(plan: Plan, gate_up: Tensor) -> Tensor:
         lambda: Launch(
             glu_act_forward,
             ceil_div(M, rows) * ceil_div(H, columns),
-            (rows, columns, plan.activation.name, plan.fast_tanh),
+            (rows, columns, plan.activation.name, plan.fast_math),
             num_warps=4,
         ),
     )
@@ -182,11 +182,11 @@ def glu_backward(
     def make() -> Launch:
         tiles = ceil_div(M, settings.block_m) * ceil_div(H, settings.block_n)
         block = (settings.block_m, settings.block_n, settings.block_k, settings.group)
-        flags = (plan.activation.name, store_h, bias_grad, down_bias_grad, plan.fast_tanh)
+        flags = (plan.activation.name, store_h, bias_grad, down_bias_grad, plan.fast_math)
         options = launch_options(settings, cooperative=biases)
         if not tma:
             grid = resident_grid(plan, tiles) if biases else tiles
-            return Launch(glu_backward_pointer, grid, (*block, *flags, plan.precision or "ieee"), **options)
+            return Launch(glu_backward_pointer, grid, (*block, *flags, plan.dot_precision), **options)
         grid = resident_grid(plan, tiles) if biases else persistent_grid(plan, tiles, settings)
         gate_tile, up_tile = half_tiles(M, H, settings.block_m, settings.block_n // settings.parts)
         tiles_of = {
@@ -247,7 +247,7 @@ def _glu_backward_pair(
 
     def make() -> Launch:
         grid = resident_grid(plan, tasks, 2) if bias_grad else tasks
-        constants = (rows, columns, plan.activation.name, store_h, bias_grad, plan.fast_tanh)
+        constants = (rows, columns, plan.activation.name, store_h, bias_grad, plan.fast_math)
         return Launch(glu_act_backward, grid, constants, **pointwise_options(bias_grad))
 
     launch = prepared(plan, ("backward.pair", store_h, bias_grad), make)
@@ -273,7 +273,7 @@ def dual_dgrad(plan: Plan, dgate_up: Tensor, gate_weight: Tensor, up_weight: Ten
         block = (settings.block_m, settings.block_n, settings.block_k, settings.group)
         options = launch_options(settings)
         if not tma:
-            return Launch(dual_dgrad_pointer, tiles, (*block, plan.precision or "ieee"), **options)
+            return Launch(dual_dgrad_pointer, tiles, (*block, plan.dot_precision), **options)
         tiles_of = {
             0: stacked_halves(M, H, settings.block_m, settings.block_k),
             1: pair_tile(gate_weight, 1, settings.block_k, settings.block_n),

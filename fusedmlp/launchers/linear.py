@@ -42,11 +42,11 @@ def linear_act(
 
     def make() -> Launch:
         tiles = ceil_div(M, settings.block_m) * ceil_div(N, settings.block_n)
-        flags = (act.name, bias is not None, save_pre, plan.fast_tanh)
+        flags = (act.name, bias is not None, save_pre, plan.fast_math)
         block = (settings.block_m, settings.block_n, settings.block_k, settings.group)
         options = launch_options(settings)
         if not tma:
-            return Launch(linear_act_pointer, tiles, (*block, *flags, plan.precision or "ieee"), **options)
+            return Launch(linear_act_pointer, tiles, (*block, *flags, plan.dot_precision), **options)
         out = rows_tile(y, settings.block_m, settings.block_n // settings.parts)
         tiles_of = {
             0: rows_tile(x, settings.block_m, settings.block_k),
@@ -80,7 +80,7 @@ def activate(plan: Plan, pre: Tensor, act: Activation) -> Tensor:
     launch = prepared(
         plan,
         ("act_forward", pre.numel()),
-        lambda: Launch(act_forward, ceil_div(pre.numel(), block), (block, act.name, plan.fast_tanh), num_warps=8),
+        lambda: Launch(act_forward, ceil_div(pre.numel(), block), (block, act.name, plan.fast_math), num_warps=8),
     )
     launch(plan.device_index, pre, y, pre.numel())
     return y
@@ -117,7 +117,7 @@ def relu_layers(
                 settings.block_n,
                 settings.block_k,
                 *has_bias,
-                plan.precision or "ieee",
+                plan.dot_precision,
             ),
             **launch_options(settings, cooperative=True),
         ),

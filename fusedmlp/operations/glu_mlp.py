@@ -80,16 +80,18 @@ def backward(
         assert gate_up is not None
     dx = dwg = dwu = dwd = dbg = dbu = dbd = None
     if any((needs_x, needs_gate, needs_up, needs_bg, needs_bu)):
-        dgate_up, h, dbg, dbu, dbd = glu_backward(plan, gy, down, gate_up, needs_down, needs_bg or needs_bu, needs_bd)
+        hidden = glu_backward(plan, gy, down, gate_up, needs_down, needs_bg or needs_bu, needs_bd)
+        dgate_up, h, dbg, dbu, dbd = hidden
+        if needs_down:
+            assert h is not None
+            dwd = gy.t() @ h  # first of the products: h is free before the others need room
+        del hidden, h
         if needs_x:
             dx = dual_dgrad(plan, dgate_up, gate, up)
         dwg, dwu = _weight_grads(dgate_up, x, gate, needs_gate, needs_up)
     else:
-        h = glu_act(plan, gate_up)
+        dwd = gy.t() @ glu_act(plan, gate_up)
         dbd = gy.sum(0) if needs_bd else None
-    if needs_down:
-        assert h is not None
-        dwd = gy.t() @ h
     return dx, dwg, dwu, dwd, dbg if needs_bg else None, dbu if needs_bu else None, dbd
 
 

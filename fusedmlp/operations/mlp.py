@@ -85,16 +85,17 @@ def backward(
     a = kept if act.saves == "output" else None
     dx = dw1 = dw2 = db1 = db2 = None
     if needs_x or needs_w1 or needs_b1:
-        dpre, made, db1, db2 = act_backward(
-            plan, "backward", gy, fc2, kept, act, needs_w2 and a is None, needs_b1, needs_b2
-        )
-        a = made if a is None else a
+        remake = needs_w2 and a is None
+        dpre, made, db1, db2 = act_backward(plan, "backward", gy, fc2, kept, act, remake, needs_b1, needs_b2)
+        if needs_w2:
+            hidden = made if a is None else a
+            assert hidden is not None
+            dw2 = gy.t() @ hidden  # first of the products: it is free before the others need room
+            del hidden
+        del made
         dx = dpre @ fc1 if needs_x else None
         dw1 = dpre.t() @ as_rows(x, fc1.shape[1], tma=False) if needs_w1 else None
     else:
-        a = activate(plan, kept, act) if a is None else a
+        dw2 = gy.t() @ (activate(plan, kept, act) if a is None else a)
         db2 = gy.sum(0) if needs_b2 else None
-    if needs_w2:
-        assert a is not None
-        dw2 = gy.t() @ a
     return dx, dw1, dw2, db1, db2

@@ -14,11 +14,12 @@ def tma_dtype(dtype: torch.dtype) -> bool:
     return dtype in (torch.bfloat16, torch.float16)
 
 
-def family(op: str, dtype: torch.dtype, precision: str, tma: bool, info: DeviceInfo) -> str:
+def family(op: str, dtype: torch.dtype, tma: bool, info: DeviceInfo) -> str:
     if op == "relu_stack":
         return "pointer"
-    if dtype == torch.float32 and precision == "ieee" and info.slug != "interpreter":
-        # Full fp32 runs on the plain FMA units, where cuBLAS is far ahead of compiled tiles.
+    if dtype == torch.float32 and info.slug != "interpreter":
+        # Full fp32 runs on the plain FMA units, and TF32 wants its operands rounded on the way to the tensor cores:
+        # in both cuBLAS is ahead of compiled tiles.
         return "pair"
     return "tma" if tma else "pointer"
 
@@ -52,48 +53,67 @@ def _pointer(op: str, M: int, N: int, dtype: torch.dtype, info: DeviceInfo) -> S
     return Settings("pointer", 128, 128, 32, warps=8, stages=3)
 
 
+def _tma(m: int, n: int, k: int, *, parts: int = 1, warps: int = 4, stages: int = 4, ctas: int = 1) -> Settings:
+    return Settings("tma", m, n, k, parts=parts, warps=warps, stages=stages, ctas_per_sm=ctas)
+
+
+def _tiles(M: int, N: int, m: int, n: int) -> int:
+    return -(-M // m) * -(-N // n)
+
+
 def _linear_act(M: int, N: int, K: int) -> Settings:
-    if M <= 64:
-        return Settings("tma", 64, 32, 128, warps=4, stages=4, ctas_per_sm=2)
     if M <= 256:
-        return Settings("tma", 128, 64, 64, warps=4, stages=4, ctas_per_sm=2)
-    if M <= 2048 or N < 2048 or K < 2048:
-        return Settings("tma", 128, 128, 64, parts=2, warps=4, stages=3, ctas_per_sm=2)
-    return Settings("tma", 128, 256, 64, parts=2, warps=8, stages=4)
+        return _tma(64, 128, 64, ctas=2) if N >= 8192 else _tma(64, 64, 128, stages=3, ctas=2)
+    if _tiles(M, N, 128, 128) < 200:
+        return _tma(64, 64, 64, ctas=3)
+    if K >= 2048 and _tiles(M, N, 128, 256) >= 400:
+        return _tma(128, 256, 64, parts=2, warps=8)
+    return _tma(128, 128, 64, parts=2, stages=3, ctas=2)
 
 
 def _glu(M: int, N: int, K: int) -> Settings:
-    if M <= 128:
-        if N >= 8192:
-            return Settings("tma", 128, 64, 64, warps=4, stages=3, ctas_per_sm=2)
-        return Settings("tma", 64, 32, 128, warps=4, stages=4, ctas_per_sm=2)
-    if K < 2048 and M <= 1024:
-        return Settings("tma", 64, 64, 64, warps=4, stages=4, ctas_per_sm=2)
-    return Settings("tma", 128, 128, 64, warps=8, stages=4)
+    if M <= 64 and N >= 8192:
+        return _tma(64, 128, 64, warps=8)
+    if M <= 256:
+        return _tma(128, 64, 64, stages=3, ctas=2) if N >= 8192 else _tma(64, 64, 128)
+    if _tiles(M, N, 128, 64) < 500:
+        return _tma(64, 64, 64, ctas=2)
+    if K < 2048:
+        return _tma(128, 64, 64, stages=3, ctas=2)  # two programs a multiprocessor hide each other's epilogue
+    return _tma(128, 128, 64, warps=8)
 
 
 def _glu_backward(M: int, N: int, K: int) -> Settings:
     if M <= 256:
-        return Settings("tma", 64, 64, 64, warps=4, stages=4, ctas_per_sm=2)
-    if K < 2048 or N < 2048:
-        return Settings("tma", 128, 64, 64, parts=2, warps=4, stages=4, ctas_per_sm=2)
-    return Settings("tma", 128, 128, 64, parts=2, warps=8, stages=4)
+        return _tma(64, 128, 64, parts=2, ctas=2) if N >= 8192 else _tma(64, 64, 128, stages=3, ctas=2)
+    if K < 512 or _tiles(M, N, 128, 64) < 450:
+        return _tma(64, 64, 64, parts=2, ctas=3)
+    if K < 2048:
+        return _tma(128, 64, 64, parts=2, ctas=2)
+    return _tma(128, 128, 64, parts=2, warps=8)
 
 
 def _act_backward(M: int, N: int, K: int) -> Settings:
-    if M <= 256:
-        return Settings("tma", 64, 64, 64, warps=4, stages=4, ctas_per_sm=2)
-    if M <= 1024 or K < 1024:
-        return Settings("tma", 128, 64, 64, parts=2, warps=4, stages=4, ctas_per_sm=2)
-    return Settings("tma", 128, 128, 64, parts=2, warps=8, stages=4)
+    if M <= 256 and N < 8192:
+        return _tma(64, 32, 128, ctas=2)
+    if M <= 64:
+        return _tma(64, 128, 64, ctas=2)
+    if K >= 2048 and M > 256:
+        return _tma(128, 128, 64, parts=2, warps=8)
+    return _tma(128, 64, 64, parts=2, ctas=2)
 
 
 def _dual_dgrad(M: int, N: int, K: int) -> Settings:
-    if M <= 1024 and N <= 1024:
-        return Settings("tma", 64, 64, 128, warps=4, stages=4, ctas_per_sm=1)
     if M <= 256:
-        return Settings("tma", 64, 64, 128, warps=4, stages=4, ctas_per_sm=1)
-    return Settings("tma", 128, 256, 64, parts=2, warps=8, stages=4)
+        return _tma(64, 16, 128, stages=5, ctas=2) if N < 1536 else _tma(64, 64, 128, stages=6)
+    if N >= 3072:
+        return _tma(256, 128, 64, parts=2, warps=8) if M <= 2048 else _tma(128, 256, 64, parts=2, warps=8)
+    if N >= 1536:
+        return Settings("pair")  # cuBLAS has tiles for these widths that a power of two has not
+    tiles = _tiles(M, N, 64, 128)
+    if tiles < 64:
+        return _tma(64, 64, 128, stages=6)
+    return _tma(64, 128, 128) if tiles < 130 else _tma(128, 128, 128, parts=2, warps=8, stages=3)
 
 
 _TMA = {

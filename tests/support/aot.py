@@ -29,10 +29,12 @@ SHARED_MEMORY = {
     90: 232_448,
     100: 232_448,
 }  # bytes a block; CUDA C++ guide, technical specifications
+# Of capability 9.0 one model with a table of measured settings and one without, where the heuristic decides.
 DEVICES = {
-    80: DeviceInfo("nvidia-a100", (8, 0), 108),
-    90: DeviceInfo("nvidia-h200", (9, 0), 132),
-    100: DeviceInfo("nvidia-b200", (10, 0), 148),
+    "nvidia-a100": DeviceInfo("nvidia-a100", (8, 0), 108),
+    "nvidia-h100": DeviceInfo("nvidia-h100", (9, 0), 132),
+    "nvidia-h200": DeviceInfo("nvidia-h200", (9, 0), 132),
+    "nvidia-b200": DeviceInfo("nvidia-b200", (10, 0), 148),
 }
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int32: "i32"}
 
@@ -51,9 +53,19 @@ class Recorded:
     def name(self) -> str:
         return str(self.kernel.fn.__name__)
 
+    @property
+    def named_constants(self) -> dict[str, Any]:
+        return {self.kernel.arg_names[i]: value for i, value in self.constants}
+
+    @property
+    def tile(self) -> tuple[int | None, ...]:
+        """Of a matrix product: block_m, block_n, block_k, group, parts, warps, stages; None what a kernel lacks."""
+        names, options = self.named_constants, dict(self.options)
+        block = (names.get(name) for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K", "GROUP", "PARTS"))
+        return (*block, options["num_warps"], options.get("num_stages"))
+
     def __str__(self) -> str:
-        named = {self.kernel.arg_names[i]: v for i, v in self.constants if v is not None}
-        shown = ",".join(f"{k}={v}" for k, v in named.items() if k.isupper())
+        shown = ",".join(f"{k}={v}" for k, v in self.named_constants.items() if k.isupper() and v is not None)
         return f"{self.name}[{self.signature[0]}]({shown},{dict(self.options)})"
 
 
@@ -114,14 +126,15 @@ def record(sink: list[Recorded]) -> Any:
 
 
 @contextmanager
-def pretended(capability: int) -> Iterator[list[Recorded]]:
-    """Meta tensors take the kernels' way as if they lay on a GPU of that capability; yields what was launched."""
+def pretended(info: DeviceInfo) -> Iterator[list[Recorded]]:
+    """Meta tensors take the kernels' way as if they lay on that GPU; yields what was launched, each once."""
     recorded: list[Recorded] = []
-    info = DEVICES[capability]
 
     def finish(self: plan.Plan) -> None:
         self.device_index = 0
-        self.fast_tanh = self.dtype != torch.float32
+        self.fast_math = self.dtype != torch.float32
+        self.dot_precision = self.precision or "ieee"
+        self.pairs = False
 
     with ExitStack() as stack:
         for module in (settings.device, plan, launchers.common):

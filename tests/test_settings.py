@@ -1,0 +1,127 @@
+"""calculate_settings: heuristic, tables, overrides."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from importlib.resources import files
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from fusedmlp import calculate_settings, settings
+from fusedmlp.settings import device, heuristic, tables
+from fusedmlp.settings.device import DeviceInfo
+from fusedmlp.settings.types import OPS, Settings
+
+H200 = DeviceInfo("nvidia-h200", (9, 0), 132)
+UNKNOWN = DeviceInfo("nvidia-unknown", (9, 0), 132)
+A100 = DeviceInfo("nvidia-a100", (8, 0), 108)
+TABLES = sorted(p.name for p in files("fusedmlp.settings").iterdir() if p.name.endswith(".json"))
+WIDTHS = ((384, 1536), (768, 3072), (1024, 4096), (2304, 9216), (4096, 14336), (511, 1001))
+ROOT = Path(__file__).parents[1]
+
+
+def on(info: DeviceInfo):
+    return mock.patch.object(settings.device, "info", return_value=info)
+
+
+def test_unknown_op_is_refused_with_the_known_ones():
+    with pytest.raises(ValueError, match=r"unknown op 'gemm'.*linear_act.*dual_dgrad"):
+        calculate_settings("gemm", 1, 16, 16, torch.bfloat16, "cpu")
+
+
+def test_override_refuses_unknown_fields():
+    with pytest.raises(TypeError, match=r"\['tile'\].*block_m"), settings.override(tile=3):
+        pass
+
+
+def test_override_forces_single_fields_and_ends():
+    plain = calculate_settings("glu", 512, 768, 3072, torch.bfloat16, "cpu")
+    with settings.override(stages=2), settings.override(warps=2):
+        forced = calculate_settings("glu", 512, 768, 3072, torch.bfloat16, "cpu")
+    assert (forced.stages, forced.warps) == (2, 2)
+    assert forced.block_m == plain.block_m
+    assert calculate_settings("glu", 512, 768, 3072, torch.bfloat16, "cpu") == plain
+
+
+def test_tma_cannot_be_forced_on_what_tma_cannot_describe():
+    with settings.override(family="tma"):
+        assert calculate_settings("glu", 64, 96, 31, torch.bfloat16, "cpu", tma=False).family == "pointer"
+        with on(A100):
+            assert calculate_settings("glu", 64, 96, 32, torch.bfloat16, "cuda").family == "pointer"
+
+
+@pytest.mark.parametrize("info", [H200, UNKNOWN, A100], ids=lambda info: info.slug)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("op", OPS)
+def test_few_specialisations_over_all_token_counts(op, dtype, info):
+    """At most 8 compilations of a kernel for one layer, whatever its token counts."""
+    with on(info):
+        for N, K in WIDTHS:
+            found = {calculate_settings(op, M, N, K, dtype, "cuda") for M in [*range(1, 600), *range(600, 20000, 37)]}
+            assert 1 <= len(found) <= 8
+
+
+def test_a_table_wins_where_it_has_the_shape(tmp_path):
+    row = {"op": "glu", "dtype": "bfloat16", "precision": "", "N": 3072, "K": 768}
+    wide, narrow = {"family": "pointer", "block_m": 128}, {"family": "pointer", "block_m": 16}
+    text = json.dumps({"rows": [{**row, "M": 64, "settings": narrow}, {**row, "M": 512, "settings": wide}]})
+    with on(UNKNOWN), mock.patch.object(tables, "load", return_value=tables.parse(text)):
+
+        def block_m(M: int, dtype: torch.dtype = torch.bfloat16, N: int = 3072) -> int:
+            return calculate_settings("glu", M, N, 768, dtype, "cuda").block_m
+
+        assert [block_m(M) for M in (1, 64, 65, 512, 9999)] == [16, 16, 128, 128, 128]
+        other = heuristic.settings("glu", 64, 3072, 768, torch.float16, "tma", UNKNOWN).block_m
+        assert block_m(64, torch.float16) == other
+        assert block_m(64, N=3088) == heuristic.settings("glu", 64, 3088, 768, torch.bfloat16, "tma", UNKNOWN).block_m
+
+
+def test_a_tma_row_does_not_serve_misaligned_operands():
+    row = {"op": "glu", "dtype": "bfloat16", "precision": "", "N": 3072, "K": 768, "M": 64}
+    text = json.dumps({"rows": [{**row, "settings": {"family": "tma"}}]})
+    with on(UNKNOWN), mock.patch.object(tables, "load", return_value=tables.parse(text)):
+        assert calculate_settings("glu", 64, 3072, 768, torch.bfloat16, "cuda", tma=False).family == "pointer"
+
+
+@pytest.mark.parametrize(
+    "settings_row,op",
+    [({"family": "tma", "tile": 3}, "glu"), ({"family": "cuda"}, "glu"), ({"family": "tma"}, "gemm")],
+)
+def test_a_broken_table_says_which_row(settings_row, op):
+    row = {"op": op, "dtype": "bfloat16", "precision": "", "N": 1, "K": 1, "M": 1, "settings": settings_row}
+    with pytest.raises(ValueError, match="settings table.*row"):
+        tables.parse(json.dumps({"rows": [row]}))
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_shipped_tables_parse(name):
+    table = tables.load(name.removesuffix(".json"))
+    assert table
+    for rows in table.values():
+        assert [m for m, _ in rows] == sorted({m for m, _ in rows})
+        assert all(isinstance(found, Settings) for _, found in rows)
+
+
+def test_the_heuristic_stays_near_the_measured_best():
+    """Of the candidates that the sweep timed on an H200, the heuristic's is within 8 % of the best at the median."""
+    measured: dict[tuple, dict[str, float]] = {}
+    for row in json.loads((ROOT / "bench/results/h200/sweep.json").read_text())["rows"]:
+        shape = (row["op"], row["tokens"], row["hidden"], row["intermediate"])
+        measured.setdefault(shape, {})[row["variant"]] = row["median"]
+    ratios = []
+    for (op, M, D, H), times in measured.items():
+        N, K = (D, H) if op == "dual_dgrad" else (H, D)
+        chosen = str(heuristic.settings(op, M, N, K, torch.bfloat16, "tma", UNKNOWN))
+        if chosen in times:
+            ratios.append(times[chosen] / min(times.values()))
+    assert len(ratios) > 0.9 * len(measured)
+    assert statistics.median(ratios) < 1.08
+
+
+def test_slugs():
+    assert device.slug_of("NVIDIA H200") == "nvidia-h200"
+    assert device.slug_of("NVIDIA A100-SXM4-80GB") == "nvidia-a100-sxm4-80gb"

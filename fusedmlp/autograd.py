@@ -62,6 +62,9 @@ def _gradients(
     if plan.precision and plan.precision != plans.fp32_precision():
         # Products follow the setting of this moment; forward ran under another.
         plan = plans.find(plan.op, plan.activation, x, weights, biases)
+    elif plan.layout != plans.layout_of(x, weights):
+        # Hooks on saved tensors (offloading) may hand back copies that lie in memory in another way.
+        plan = plans.find(plan.op, plan.activation, x, weights, biases)
     if x.dim() == 2:
         return OPERATIONS[plan.op].backward(plan, gy, x, weights, biases, kept, needs)  # type: ignore[no-any-return]
     kept = [t.view(-1, t.shape[-1]) for t in kept]

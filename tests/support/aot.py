@@ -134,6 +134,7 @@ def pretended(info: DeviceInfo) -> Iterator[list[Recorded]]:
         self.device_index = 0
         self.fast_math = self.dtype != torch.float32
         self.dot_precision = self.precision or "ieee"
+        self.layout = None
         self.pairs = False
 
     with ExitStack() as stack:
@@ -141,6 +142,7 @@ def pretended(info: DeviceInfo) -> Iterator[list[Recorded]]:
             stack.enter_context(mock.patch.object(module, "info", return_value=info))
         stack.enter_context(mock.patch.object(plan, "why_eager", return_value=None))
         stack.enter_context(mock.patch.object(plan.Plan, "__post_init__", finish))
+        stack.enter_context(mock.patch.object(torch.cuda, "current_device", return_value=0))
         stack.enter_context(mock.patch.object(launch.Launch, "__call__", record(recorded)))
         # Meta tensors lie nowhere, so that they have no distance.
         stack.enter_context(mock.patch.object(glu_launcher, "pair_order", return_value=False))

@@ -26,64 +26,99 @@ class Fused(torch.autograd.Function):
     def forward(ctx: Any, plan: Plan, recompute: bool, x: Tensor, *operands: Tensor | None) -> Tensor:
         operation = OPERATIONS[plan.op]
         layers = len(operands) // 2
+        weights, biases = operands[:layers], operands[layers:]
         save = not recompute and operation.keeps(ctx.needs_input_grad[2:])
-        y, saved = operation.forward(plan, x, operands[:layers], operands[layers:], save)
+        y, saved = operation.forward(plan, x, weights, biases, save)
         # An alias, not a view: users may change the result in place.
         out = y if x.dim() == 2 else torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[1]))
         # An output is saved as what forward returns: autograd then keeps no reference from the graph to itself.
-        ctx.save_for_backward(x, *operands, *[out if t is y else t for t in saved])
+        ctx.save_for_backward(x, *weights, *[out if t is y else t for t in saved])
+        # Biases are no part of a backward, so users may change them before it, unless forward is to be run again.
+        ctx.biases = biases
+        ctx.bias_versions = [None if b is None else b._version for b in biases]
+        ctx.recompute = recompute
         ctx.plan = plan
         return out
 
     @staticmethod
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        needs = ctx.needs_input_grad[2:]
-        operands, saved = len(needs) - 1, ctx.saved_tensors
-        x, layers = saved[0], operands // 2
-        weights, biases, kept = saved[1 : 1 + layers], saved[1 + layers : 1 + operands], saved[1 + operands :]
+        x, *saved = ctx.saved_tensors
+        layers = len(ctx.biases)
+        operands = (x, saved[:layers], ctx.biases, saved[layers:])
         if autocasting(x.device.type):
             # Backward works in the dtypes that forward chose, whatever autocast says where it runs.
             with torch.autocast(x.device.type, enabled=False):
-                return None, None, *_gradients(ctx.plan, x, weights, biases, kept, needs, gy)
-        return None, None, *_gradients(ctx.plan, x, weights, biases, kept, needs, gy)
+                return None, None, *_gradients(ctx, *operands, gy)
+        return None, None, *_gradients(ctx, *operands, gy)
 
 
 def _gradients(
-    plan: Plan,
+    ctx: Any,
     x: Tensor,
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
     kept: Sequence[Tensor],
-    needs: Sequence[bool],
     gy: Tensor,
 ) -> tuple[Tensor | None, ...]:
-    if torch.is_grad_enabled():
-        return _differentiable(plan, x, weights, biases, needs, gy)
+    plan, needs = ctx.plan, ctx.needs_input_grad[2:]
+    differentiable = torch.is_grad_enabled()
+    if differentiable or ctx.recompute:
+        _check_unchanged(biases, ctx.bias_versions)
+    if differentiable or _stands_for_more(gy):
+        return _by_pytorch(plan, x, weights, biases, needs, gy, differentiable)
+    if gy.is_neg():
+        gy = gy.resolve_neg()
     if plan.precision and plan.precision != plans.fp32_precision():
         # Products follow the setting of this moment; forward ran under another.
         plan = plans.find(plan.op, plan.activation, x, weights, biases)
     elif plan.layout != plans.layout_of(x, weights):
         # Hooks on saved tensors (offloading) may hand back copies that lie in memory in another way.
         plan = plans.find(plan.op, plan.activation, x, weights, biases)
-    if x.dim() == 2:
-        return OPERATIONS[plan.op].backward(plan, gy, x, weights, biases, kept, needs)  # type: ignore[no-any-return]
-    kept = [t.view(-1, t.shape[-1]) for t in kept]
+    if plan.eager_reason is not None:
+        return _by_pytorch(plan, x, weights, biases, needs, gy, differentiable)
+    from .launchers.common import as_contiguous
+
+    kept = [as_contiguous(t, t.shape[-1]) for t in kept]
     dx, *rest = OPERATIONS[plan.op].backward(plan, gy, x, weights, biases, kept, needs)
-    return None if dx is None else dx.view(x.shape), *rest
+    return dx if dx is None or x.dim() == 2 else dx.view(x.shape), *rest
 
 
-def _differentiable(
+def _stands_for_more(gy: Tensor) -> bool:
+    """A gradient that is more than its storage: of a subclass, or a batch of them (``is_grads_batched``)."""
+    return (
+        type(gy) is not Tensor
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._functorch.is_legacy_batchedtensor(gy)
+    )
+
+
+def _check_unchanged(biases: Sequence[Tensor | None], versions: Sequence[int | None]) -> None:
+    for bias, version in zip(biases, versions, strict=True):
+        if bias is not None and bias._version != version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+                f"bias of shape {list(bias.shape)} is at version {bias._version}; expected version {version}"
+            )
+
+
+def _by_pytorch(
     plan: Plan,
     x: Tensor,
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
     needs: Sequence[bool],
     gy: Tensor,
+    create_graph: bool,
 ) -> tuple[Tensor | None, ...]:
-    """Gradients that have a graph of their own, by PyTorch's operations."""
-    inputs = (x, *weights, *biases)
+    """Gradients by PyTorch's operations, with a graph of their own where they are to be differentiated again."""
     with torch.enable_grad():
-        y = OPERATIONS[plan.op].reference(x, weights, biases, plan.activation)
+        # Aliases: a path from one operand to another, or an operand that is passed twice, would count twice, since
+        # these gradients are partial ones; and hooks of the operands would run twice.
+        inputs = [None if t is None else t.view_as(t) for t in (x, *weights, *biases)]
+        n = len(weights)
+        if not create_graph:
+            inputs = [None if t is None else t.detach().requires_grad_(t.requires_grad) for t in inputs]
+        y = OPERATIONS[plan.op].reference(inputs[0], inputs[1 : 1 + n], inputs[1 + n :], plan.activation)
         wanted = [t for t, need in zip(inputs, needs, strict=True) if need and t is not None]
-        grads = iter(torch.autograd.grad(y, wanted, gy, create_graph=True))
+        grads = iter(torch.autograd.grad(y, wanted, gy, create_graph=create_graph))
     return tuple(next(grads) if need and t is not None else None for t, need in zip(inputs, needs, strict=True))

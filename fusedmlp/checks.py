@@ -103,19 +103,42 @@ def plain(tensors: Sequence[Tensor | None]) -> str | None:
     """Why raw-pointer kernels must not read these tensors, or None.
 
     A subclass (DTensor, quantised weights) may hold something else than its shape says; inside ``torch.func``
-    transforms and forward-mode AD a tensor stands for more than its storage. While a compiler traces, its own
-    stand-ins count as plain, and the transforms are its business.
+    transforms, forward-mode AD, tracers and dispatch modes a call stands for more than its numbers. While a compiler
+    traces, its own stand-ins count as plain.
     """
-    tracing = torch.compiler.is_compiling()
+    if torch.compiler.is_compiling():
+        for t in tensors:
+            if t is not None and type(t) not in (Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor):
+                return f"a {type(t).__name__} is not a plain tensor"
+        return _transformed_while_compiling()
     for t in tensors:
-        if t is None or type(t) is Tensor or type(t) is torch.nn.Parameter:
+        if t is None:
             continue
-        if not (tracing and type(t) in (FakeTensor, FunctionalTensor)):
+        if type(t) is not Tensor and type(t) is not torch.nn.Parameter:
             return f"a {type(t).__name__} is not a plain tensor"
-    if tracing:
-        return None
+        if t.is_neg():
+            return "a tensor with its negative bit set (a view of a complex one) does not hold its own values"
+    if torch._C._len_torch_dispatch_stack():
+        return "a TorchDispatchMode is active and sees PyTorch's operations only"
+    if torch._C._get_tracing_state() is not None:
+        return "inside torch.jit.trace"
+    return _transformed()
+
+
+def _transformed() -> str | None:
     if torch._C._are_functorch_transforms_active():
         return "inside a torch.func transform"
-    if torch._C._is_fwd_grad_enabled() and torch.autograd.forward_ad._current_level >= 0:
+    if torch.autograd.forward_ad._current_level >= 0:
         return "inside forward-mode differentiation"
+    return None
+
+
+_transformed_while_compiling = torch.compiler.assume_constant_result(_transformed)
+
+
+def strange(tensors: Sequence[Tensor | None]) -> str | None:
+    """Why these tensors have no strided memory to speak of (sparse, nested, mkldnn), or None."""
+    for t in tensors:
+        if isinstance(t, Tensor) and (t.is_nested or t.layout is not torch.strided):
+            return f"a {'nested' if t.is_nested else t.layout} tensor has no rows in memory"
     return None

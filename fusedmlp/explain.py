@@ -91,7 +91,7 @@ def note_plan(plan: Plan) -> None:
         note(PlanNote(plan.op, "eager", plan.eager_reason, shape))
         return
     forward, backward = _LAUNCHES[plan.op](plan)
-    text = "; ".join(f"{name}: {settings}" for name, settings in plan.settings.items())
+    text = "; ".join(f"{name}: {settings}" for name, settings in plan.settings.items() if not name.endswith(".apart"))
     note(PlanNote(plan.op, "fused", "", shape, forward, backward, text))
 
 

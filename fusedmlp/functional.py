@@ -160,21 +160,36 @@ def _call(
     reason = checks.plain((x, *weights, *biases))
     if reason is None and torch.compiler.is_compiling():
         return _traced(op, act, x, weights, biases, recompute)
-    operation = OPERATIONS[op]
     if reason is not None:
-        checks.check_call(operation, x, weights, biases)
-        note_eager(op, reason)
-        return operation.reference(x, weights, biases, act)  # type: ignore[no-any-return]
+        return _eager(op, act, x, weights, biases, reason)
     from . import plan as plans
 
-    plan = plans.find(op, act, x, weights, biases)
+    try:
+        plan = plans.find(op, act, x, weights, biases)
+    except (AttributeError, RuntimeError):
+        reason = checks.strange((x, *weights, *biases))
+        if reason is not None:
+            return _eager(op, act, x, weights, biases, reason)
+        checks.check_call(OPERATIONS[op], x, weights, biases)  # says better what is wrong
+        raise
     note_plan(plan)
     if plan.eager_reason is not None:
-        return operation.reference(x, weights, biases, act)  # type: ignore[no-any-return]
-    if plan.device_index is not None and plan.device_index != torch.cuda.current_device():
-        with torch.cuda.device(plan.device_index):
-            return _fused(plan, x, weights, biases, recompute)
+        return OPERATIONS[op].reference(x, weights, biases, act)  # type: ignore[no-any-return]
     return _fused(plan, x, weights, biases, recompute)
+
+
+def _eager(
+    op: str,
+    act: Activation,
+    x: Tensor,
+    weights: tuple[Tensor, ...],
+    biases: tuple[Tensor | None, ...],
+    reason: str,
+) -> Tensor:
+    if not (isinstance(x, Tensor) and x.is_nested):  # whose shapes are PyTorch's to check
+        checks.check_call(OPERATIONS[op], x, weights, biases)
+    note_eager(op, reason)
+    return OPERATIONS[op].reference(x, weights, biases, act)  # type: ignore[no-any-return]
 
 
 def _fused(

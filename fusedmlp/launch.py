@@ -85,7 +85,10 @@ class Launch:
         self._pointers: tuple[int, ...] = ()
 
     def __call__(self, device_index: int | None, *args: Any) -> None:
-        """Launch on the current stream of the device, which must be the current one."""
+        """Launch on the device's current stream."""
+        if device_index is not None and torch._C._cuda_getDevice() != device_index:
+            with torch.cuda.device(device_index):
+                return self(device_index, *args)
         if self._launcher is None or _hooked():
             compiled = self.kernel[(self.grid,)](*self._public(args), *self.constants, **self.options)
             if self._launcher is None and device_index is not None and compiled is not None and _VERSION in _RUN:
@@ -174,7 +177,9 @@ def barrier_counters(device: torch.device) -> Tensor:
     """
     if device.type != "cuda":
         return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
-    if torch.cuda.is_current_stream_capturing():
+    with torch.cuda.device(device):
+        capturing = torch.cuda.is_current_stream_capturing()
+    if capturing:
         return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
     key = (device.index, torch._C._cuda_getCurrentRawStream(device.index))
     found = _counters.get(key)

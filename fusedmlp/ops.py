@@ -92,7 +92,8 @@ def _run_forward(
         kept = [x.new_zeros(_tokens(x), width) for width in _kept_widths(op, weights, activation, save)]
         return [y.clone() if y is x else y, *kept]
     y, saved = OPERATIONS[op].forward(plan, x, weights, all_biases, save)
-    return [y.view(*x.shape[:-1], y.shape[1]), *[t for t in saved if t is not y]]
+    # An alias, not a view: users may change the result in place.
+    return [torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[1])), *[t for t in saved if t is not y]]
 
 
 def _fake_forward(
@@ -129,6 +130,8 @@ def _run_backward(
         grads = [dx.view(x.shape), *rest]
     else:
         rows = [t.reshape(-1, t.shape[-1]) for t in kept]
+        if gy.is_neg():
+            gy = gy.resolve_neg()
         dx, *rest = OPERATIONS[op].backward(plan, gy, x, weights, all_biases, rows, needs)
         grads = [None if dx is None else dx.view(x.shape), *rest]
     wanted = [g for g, need in zip(grads, needs, strict=True) if need and g is not None]
@@ -156,10 +159,12 @@ def _fake_backward(
     return [t.new_empty(t.shape) for t, need in zip(operands, needs, strict=True) if t is not None and need]
 
 
-def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+def _setup_context(op: str, ctx: Any, inputs: Any, output: Any) -> None:
     x, weights, biases, has_bias, activation, save = inputs
     y, *kept = output
-    ctx.save_for_backward(x, *weights, *biases, *kept, y)
+    if save and _keeps_output(op, activation):
+        kept = [*kept, y]
+    ctx.save_for_backward(x, *weights, *biases, *kept)
     ctx.counts = (len(weights), len(biases), len(kept))
     ctx.has_bias, ctx.activation, ctx.save = has_bias, activation, save
     ctx.set_materialize_grads(False)
@@ -174,13 +179,11 @@ def _autograd_backward(op: str, ctx: Any, grads: Sequence[Tensor | None]) -> tup
     layers, present, extra = ctx.counts
     x, *saved = ctx.saved_tensors
     weights, biases = saved[:layers], saved[layers : layers + present]
-    kept, y = saved[layers + present : -1], saved[-1]
+    kept = saved[layers + present :]
     needs_x, needs_weights, needs_biases, *_ = ctx.needs_input_grad
     gy = grads[0]
     if gy is None:
         return None, [None] * layers, [None] * present, None, None, None
-    if ctx.save and _keeps_output(op, ctx.activation):
-        kept = [*kept, y]
     needs = [needs_x, *needs_weights, *[bool(need) for need in _spread_flags(needs_biases, ctx.has_bias)]]
     backward = getattr(torch.ops.fusedmlp, f"{op}_backward")
     found = iter(backward(gy, x, weights, biases, ctx.has_bias, kept, ctx.activation, needs))
@@ -198,7 +201,7 @@ def _spread_flags(flags: Sequence[bool], has_bias: Sequence[bool]) -> list[bool]
 def _register(op: str) -> None:
     forward = torch.library.custom_op(f"fusedmlp::{op}", partial(_run_forward, op), mutates_args=(), schema=_FORWARD)
     forward.register_fake(partial(_fake_forward, op))
-    forward.register_autograd(partial(_autograd_backward, op), setup_context=_setup_context)
+    forward.register_autograd(partial(_autograd_backward, op), setup_context=partial(_setup_context, op))
     backward = torch.library.custom_op(
         f"fusedmlp::{op}_backward", partial(_run_backward, op), mutates_args=(), schema=_BACKWARD
     )

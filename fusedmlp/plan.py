@@ -57,10 +57,10 @@ class Plan:
         # Approximate tanh and exp where the result is rounded to 16 bits; the interpreter has no inline assembly.
         self.fast_math = self.device_index is not None and self.dtype != torch.float32
 
-    def choose(self, name: str, op: str, N: int, K: int) -> None:
+    def choose(self, name: str, op: str, N: int, K: int, tma: bool = True) -> None:
         """Calculate the settings of one kernel."""
         self.settings[name] = settings.calculate_settings(
-            op, self.M, N, K, self.dtype, self.device, precision=self.precision, tma=self.aligned
+            op, self.M, N, K, self.dtype, self.device, precision=self.precision, tma=tma and self.aligned
         )
 
 
@@ -140,6 +140,8 @@ def _make(
     plan.layout = layout_of(x, weights)
     plan.pairs = op == "glu_mlp" and weights[0].stride() == weights[1].stride()
     plan.eager_reason = why_eager(x, M, weights, biases)
+    if op == "linear_act" and activation.name == "identity" and plan.eager_reason is None:
+        plan.eager_reason = "a linear layer alone is one launch of cuBLAS already"
     if plan.eager_reason is None:
         _CHOOSE[op](plan)
     return plan
@@ -149,6 +151,10 @@ def why_eager(x: Tensor, M: int, weights: Sequence[Tensor], biases: Sequence[Ten
     """Why the kernels cannot serve these tensors, or None."""
     if x.device.type != "cuda" and not (x.device.type == "cpu" and interpreting()):
         return f"the tensors are on {x.device}; the kernels run on CUDA devices"
+    if x.device.type == "cuda" and torch.version.hip is not None:
+        return "an AMD GPU; the kernels run on NVIDIA's"
+    if x.device.type == "cuda" and interpreting():
+        return "Triton's interpreter runs on CPU tensors"
     if x.dtype not in KERNEL_DTYPES:
         return f"{x.dtype}: the kernels take float32, bfloat16 and float16"
     if M == 0 or 0 in x.shape or any(0 in w.shape for w in weights):
@@ -206,6 +212,9 @@ def _choose_glu_mlp(plan: Plan) -> None:
     plan.choose("forward", "glu", H, D)
     plan.choose("backward", "glu_backward", H, D_out)
     plan.choose("dgrad", "dual_dgrad", D, H)
+    # For gate and up weights that one descriptor cannot span, which only their addresses tell.
+    plan.choose("forward.apart", "glu", H, D, tma=False)
+    plan.choose("dgrad.apart", "dual_dgrad", D, H, tma=False)
 
 
 def _choose_mlp(plan: Plan) -> None:

@@ -125,3 +125,11 @@ def test_the_heuristic_stays_near_the_measured_best():
 def test_slugs():
     assert device.slug_of("NVIDIA H200") == "nvidia-h200"
     assert device.slug_of("NVIDIA A100-SXM4-80GB") == "nvidia-a100-sxm4-80gb"
+
+
+def test_small_shared_memory_means_pointer_kernels():
+    """Consumer GPUs of compute capability 12.x have TMA, but not the shared memory that its tiles count on."""
+    consumer = DeviceInfo("nvidia-geforce", (12, 0), 170, shared=101_376)
+    with on(consumer):
+        found = calculate_settings("glu", 8192, 9216, 2304, torch.bfloat16, "cuda")
+    assert found.family == "pointer"

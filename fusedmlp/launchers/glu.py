@@ -11,7 +11,6 @@ from ..kernels.glu_backward import glu_backward_pointer, glu_backward_tma
 from ..kernels.pointwise import glu_act_backward, glu_act_forward
 from ..launch import Launch, barrier_counters
 from ..plan import Plan
-from ..settings import Settings, calculate_settings
 from .common import (
     as_rows,
     ceil_div,
@@ -31,17 +30,6 @@ from .common import (
 )
 
 
-def _without_tma(plan: Plan, op: str, N: int, K: int) -> Settings:
-    """Settings for weights that one descriptor cannot span."""
-    key = ("without_tma", op)
-    found = plan.launches.get(key)
-    if found is None:
-        found = plan.launches[key] = calculate_settings(
-            op, plan.M, N, K, plan.dtype, plan.device, precision=plan.precision, tma=False
-        )
-    return found  # type: ignore[no-any-return]
-
-
 def glu_forward(
     plan: Plan,
     x: Tensor,
@@ -58,7 +46,7 @@ def glu_forward(
     tma = settings.family == "tma"
     up_first = pair_order(plan, gate_weight, up_weight) if tma else None
     if tma and up_first is None:
-        settings, tma = _without_tma(plan, "glu", H, D), False
+        settings, tma = plan.settings["forward.apart"], False
     x = as_rows(x, D, tma)
     M = x.shape[0]
     if settings.family == "pair":
@@ -263,7 +251,7 @@ def dual_dgrad(plan: Plan, dgate_up: Tensor, gate_weight: Tensor, up_weight: Ten
     tma = settings.family == "tma"
     up_first = pair_order(plan, gate_weight, up_weight) if tma else None
     if tma and up_first is None:
-        settings, tma = _without_tma(plan, "dual_dgrad", D, H), False
+        settings, tma = plan.settings["dgrad.apart"], False
     if settings.family == "pair":
         return torch.addmm(dgate_up[:, :H] @ gate_weight, dgate_up[:, H:], up_weight)
     dx = dgate_up.new_empty(M, D)

@@ -65,7 +65,8 @@ def backward(
     from ..launchers.common import as_rows
 
     needs_x, needs_weight, needs_bias = needs
-    (weight,), (kept,) = weights, saved
+    (weight,) = weights
+    (kept,) = saved or forward(plan, x, weights, biases, True)[1]
     N, K = weight.shape
     gy = gy.reshape(-1, N)
     dpre, _, db = act_grad(plan, "backward", gy, kept, plan.activation, store_a=False, bias_grad=needs_bias)

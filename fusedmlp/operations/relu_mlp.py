@@ -66,6 +66,7 @@ def backward(
 
     layers = len(weights)
     act = plan.activation
+    saved = saved or forward(plan, x, weights, biases, True)[1]
     needs_x, needs_weights, needs_biases = needs[0], needs[1 : 1 + layers], needs[1 + layers :]
     dweights: list[Tensor | None] = [None] * layers
     dbiases: list[Tensor | None] = [None] * layers

@@ -11,15 +11,24 @@ import torch
 
 @dataclass(frozen=True)
 class DeviceInfo:
-    """capability: e.g. (9, 0). sms: multiprocessors. slug: the model's name as the tables and results spell it."""
+    """What a GPU offers.
+
+    Attributes:
+        slug: the model's name as the tables and results spell it.
+        capability: e.g. (9, 0).
+        sms: multiprocessors.
+        shared: shared memory that a block may have, in bytes.
+    """
 
     slug: str
     capability: tuple[int, int]
     sms: int
+    shared: int = 232_448
 
     @property
     def has_tma(self) -> bool:
-        return self.capability >= (9, 0)
+        """TMA, and the shared memory that the TMA tiles count on: consumer GPUs of 12.x have the one, not the other."""
+        return self.capability >= (9, 0) and self.shared >= 200 * 1024
 
 
 # What Triton's interpreter runs on: kernels of every family, one program at a time.
@@ -34,7 +43,10 @@ def slug_of(name: str) -> str:
 @cache
 def _cuda_info(index: int) -> DeviceInfo:
     properties = torch.cuda.get_device_properties(index)
-    return DeviceInfo(slug_of(properties.name), (properties.major, properties.minor), properties.multi_processor_count)
+    capability = (properties.major, properties.minor)
+    # Older PyTorch does not tell; the two kinds of 9.x and 10.x have 227 KiB, 12.x has 99 (CUDA C++ guide).
+    shared = getattr(properties, "shared_memory_per_block_optin", 232_448 if properties.major < 12 else 101_376)
+    return DeviceInfo(slug_of(properties.name), capability, properties.multi_processor_count, shared)
 
 
 def info(device: torch.device) -> DeviceInfo:

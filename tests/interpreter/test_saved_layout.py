@@ -1,4 +1,4 @@
-"""Hooks on saved tensors may hand back copies with other strides: launches prepared for one layout must not serve it."""
+"""Saved-tensor hooks may hand back copies with other strides, which launches prepared for one layout must not serve."""
 
 import pytest
 import torch

@@ -22,8 +22,9 @@ TWO_CTAS = 128  # registers a thread that leave room for two programs of 8 warps
 PAIRED = ("act_grad", "glu_act_backward")
 PARTS = 8  # tests that share the launches of one case, so that all workers have work
 
-# Tokens and widths that reach every row of the tables and every branch of the heuristic; the last test checks it.
-# All tokens are multiples of 16: others change how M is specialised and nothing else of a kernel.
+# Tokens and widths that reach every row of the tables and every branch of the heuristic, which
+# test_every_setting_is_among_them checks. All tokens are multiples of 16: others change how M is specialised and
+# nothing else of a kernel.
 TOKENS = (16, 64, 128, 256, 1024, 2048, 8192)
 WIDTHS = ((64, 256), (384, 1536), (768, 3072), (1024, 4096), (2304, 9216), (4096, 14336))
 # Where the heuristic and the tables are asked what they may answer: both sides of every threshold.
@@ -60,6 +61,7 @@ class Case:
 SM90 = ("nvidia-h200", "nvidia-h100")
 CASES = [
     Case(("nvidia-a100",), torch.bfloat16, activations=("gelu", "gelu_tanh")),
+    Case(("nvidia-a100",), torch.bfloat16, tma=False, plain=False),
     Case(("nvidia-a100",), torch.float32),
     Case(("nvidia-a100",), torch.float32, precision="highest"),
     Case(SM90, torch.bfloat16, activations=("gelu", "gelu_tanh")),

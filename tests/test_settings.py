@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
 from importlib.resources import files
@@ -45,6 +46,17 @@ def test_override_forces_single_fields_and_ends():
     assert (forced.stages, forced.warps) == (2, 2)
     assert forced.block_m == plain.block_m
     assert calculate_settings("glu", 512, 768, 3072, torch.bfloat16, "cpu") == plain
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("family", ["tma", "pointer", "pair"])
+def test_a_forced_family_is_the_one_used(op, family):
+    """At every size, also where the heuristic or a table would take another."""
+    for M, (D, H) in itertools.product((1, 128, 1024, 8192), WIDTHS[:5]):
+        for info in (H200, UNKNOWN):
+            with on(info), settings.override(family=family, warps=8):
+                found = calculate_settings(op, M, H, D, torch.bfloat16, "cuda")
+                assert (found.family, found.warps) == (family if op != "relu_stack" else "pointer", 8)
 
 
 def test_tma_cannot_be_forced_on_what_tma_cannot_describe():
@@ -109,13 +121,15 @@ def test_shipped_tables_parse(name):
 def test_the_heuristic_stays_near_the_measured_best():
     """Of the candidates that the sweep timed on an H200, the heuristic's is within 8 % of the best at the median."""
     measured: dict[tuple, dict[str, float]] = {}
-    for row in json.loads((ROOT / "bench/results/h200/sweep.json").read_text())["rows"]:
+    paths = sorted((ROOT / "bench/results/h200").glob("sweep*.json"))
+    for row in [row for path in paths for row in json.loads(path.read_text())["rows"]]:
         shape = (row["op"], row["tokens"], row["hidden"], row["intermediate"])
         measured.setdefault(shape, {})[row["variant"]] = row["median"]
     ratios = []
     for (op, M, D, H), times in measured.items():
         N, K = (D, H) if op == "dual_dgrad" else (H, D)
-        chosen = str(heuristic.settings(op, M, N, K, torch.bfloat16, "tma", UNKNOWN))
+        family = heuristic.family(op, M, N, K, torch.bfloat16, True, UNKNOWN)
+        chosen = str(heuristic.settings(op, M, N, K, torch.bfloat16, family, UNKNOWN))
         if chosen in times:
             ratios.append(times[chosen] / min(times.values()))
     assert len(ratios) > 0.9 * len(measured)

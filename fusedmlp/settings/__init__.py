@@ -79,6 +79,6 @@ def calculate_settings(
         family = "pointer"
     found = tables.lookup(info.slug, op, M, N, K, dtype, precision, tma) if family is None else None
     if found is None:
-        family = family or heuristic.family(op, dtype, tma, info)
+        family = family or heuristic.family(op, M, N, K, dtype, tma, info)
         found = heuristic.settings(op, M, N, K, dtype, family, info)
     return replace(found, **forced) if forced else found

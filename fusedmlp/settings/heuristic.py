@@ -14,21 +14,32 @@ def tma_dtype(dtype: torch.dtype) -> bool:
     return dtype in (torch.bfloat16, torch.float16)
 
 
-def family(op: str, dtype: torch.dtype, tma: bool, info: DeviceInfo) -> str:
+# From these sizes on (M N K) cuBLAS and a pointwise kernel save more time than their launch more costs the host,
+# about 25 microseconds (bench/results/h200).
+_PAIR_FROM = {"glu_backward": 3e10, "act_backward": 1e11}
+
+
+def family(op: str, M: int, N: int, K: int, dtype: torch.dtype, tma: bool, info: DeviceInfo) -> str:
     if op == "relu_stack":
         return "pointer"
-    if dtype == torch.float32 and info.slug != "interpreter":
+    if info.slug == "interpreter":
+        return "tma" if tma else "pointer"
+    if dtype == torch.float32:
         # Full fp32 runs on the plain FMA units, and TF32 wants its operands rounded on the way to the tensor cores:
         # in both cuBLAS is ahead of compiled tiles.
         return "pair"
+    if M * N * K >= _PAIR_FROM.get(op, float("inf")):
+        return "pair"
+    if op == "dual_dgrad" and M > 512 and 1536 <= N < 3072:
+        return "pair"  # cuBLAS has tiles for these widths that a power of two has not
     return "tma" if tma else "pointer"
 
 
 def settings(op: str, M: int, N: int, K: int, dtype: torch.dtype, family: str, info: DeviceInfo) -> Settings:
-    if family == "pair":
-        return Settings("pair")
     if op == "relu_stack":
         return _relu_stack(dtype)
+    if family == "pair":
+        return Settings("pair")
     if family == "pointer":
         return _pointer(op, M, N, dtype, info)
     return _TMA[op](M, N, K)
@@ -106,10 +117,8 @@ def _act_backward(M: int, N: int, K: int) -> Settings:
 def _dual_dgrad(M: int, N: int, K: int) -> Settings:
     if M <= 256:
         return _tma(64, 16, 128, stages=5, ctas=2) if N < 1536 else _tma(64, 64, 128, stages=6)
-    if N >= 3072:
-        return _tma(256, 128, 64, parts=2, warps=8) if M <= 2048 else _tma(128, 256, 64, parts=2, warps=8)
     if N >= 1536:
-        return Settings("pair")  # cuBLAS has tiles for these widths that a power of two has not
+        return _tma(128, 256, 64, parts=2, warps=8)
     tiles = _tiles(M, N, 64, 128)
     if tiles < 64:
         return _tma(64, 64, 128, stages=6)

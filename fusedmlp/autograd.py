@@ -76,8 +76,7 @@ def _gradients(
         plan = plans.find(plan.op, plan.activation, x, weights, biases)
     if plan.eager_reason is not None:
         return _by_pytorch(plan, x, weights, biases, needs, gy, differentiable)
-    from .launchers.common import as_contiguous
-
+    as_contiguous = plan.launchers.common.as_contiguous
     kept = [as_contiguous(t, t.shape[-1]) for t in kept]
     dx, *rest = OPERATIONS[plan.op].backward(plan, gy, x, weights, biases, kept, needs)
     return dx if dx is None or x.dim() == 2 else dx.view(x.shape), *rest

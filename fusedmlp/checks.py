@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
+
+_T = TypeVar("_T")
 
 # One operand: its name as the user knows it, and the tensor.
 Named = tuple[str, Tensor]
@@ -133,7 +135,16 @@ def _transformed() -> str | None:
     return None
 
 
-_transformed_while_compiling = torch.compiler.assume_constant_result(_transformed)
+def constant_while_compiling(function: Callable[[], _T]) -> Callable[[], _T]:
+    """``torch.compiler.assume_constant_result``, whose decorator alone would import all of Dynamo, and Triton with it,
+    into every program."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@constant_while_compiling
+def _transformed_while_compiling() -> str | None:
+    return _transformed()
 
 
 def strange(tensors: Sequence[Tensor | None]) -> str | None:

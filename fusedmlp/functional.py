@@ -14,18 +14,16 @@ Common to all of them:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from . import checks
+from . import plan as plans
 from .activations import Activation, resolve_activation
+from .autograd import Fused
 from .explain import note_eager, note_plan
 from .operations import OPERATIONS
-
-if TYPE_CHECKING:
-    from .plan import Plan
 
 
 def linear_act(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | Activation = "relu") -> Tensor:
@@ -162,8 +160,6 @@ def _call(
         return _traced(op, act, x, weights, biases, recompute)
     if reason is not None:
         return _eager(op, act, x, weights, biases, reason)
-    from . import plan as plans
-
     try:
         plan = plans.find(op, act, x, weights, biases)
     except (AttributeError, RuntimeError):
@@ -193,11 +189,9 @@ def _eager(
 
 
 def _fused(
-    plan: Plan, x: Tensor, weights: tuple[Tensor, ...], biases: tuple[Tensor | None, ...], recompute: bool
+    plan: plans.Plan, x: Tensor, weights: tuple[Tensor, ...], biases: tuple[Tensor | None, ...], recompute: bool
 ) -> Tensor:
     if torch.is_grad_enabled() and _requires_grad(x, weights, biases):
-        from .autograd import Fused
-
         return Fused.apply(plan, recompute, x, *weights, *biases)  # type: ignore[no-any-return]
     y, _ = OPERATIONS[plan.op].forward(plan, x, weights, biases, False)
     return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[1])  # type: ignore[no-any-return]

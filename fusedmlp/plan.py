@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import settings
 from .activations import Activation
-from .checks import check_call
+from .checks import check_call, constant_while_compiling
 from .operations import OPERATIONS
 from .settings import Settings
 from .settings.device import info
@@ -52,6 +52,7 @@ class Plan:
         self.device_index: int | None = self.device.index if self.device.type == "cuda" else None
         # Triton's interpreter computes every fp32 product in full.
         self.dot_precision = "tf32" if self.precision == "tf32" and self.device_index is not None else "ieee"
+        self.launchers: Any = None  # the package, imported for the first plan that needs it, since it needs Triton
         self.layout: Any = None  # of x and the weights, see layout_of()
         self.pairs = False  # gate and up have one row stride, so that one descriptor may span them
         # Approximate tanh and exp where the result is rounded to 16 bits; the interpreter has no inline assembly.
@@ -143,6 +144,9 @@ def _make(
     if op == "linear_act" and activation.name == "identity" and plan.eager_reason is None:
         plan.eager_reason = "a linear layer alone is one launch of cuBLAS already"
     if plan.eager_reason is None:
+        from . import launchers
+
+        plan.launchers = launchers
         _CHOOSE[op](plan)
     return plan
 
@@ -179,7 +183,7 @@ def _has_triton() -> bool:
     return True
 
 
-@torch.compiler.assume_constant_result
+@constant_while_compiling
 def interpreting() -> bool:
     """Whether Triton's interpreter runs the kernels, on CPU tensors."""
     if not _has_triton():

@@ -35,7 +35,11 @@ def compiled():
 
 @pytest.fixture(autouse=True)
 def stream():
-    with mock.patch.object(torch._C, "_cuda_getCurrentRawStream", return_value=7, create=True):
+    """Device 0 is the current one, its stream is 7; a CPU build of PyTorch lacks both functions."""
+    with (
+        mock.patch.object(torch._C, "_cuda_getDevice", return_value=0, create=True),
+        mock.patch.object(torch._C, "_cuda_getCurrentRawStream", return_value=7, create=True),
+    ):
         yield
 
 

@@ -196,6 +196,7 @@ print(json.dumps({
     "cuda": torch.cuda.is_initialized(),
     "driver": bool(driver and (getattr(driver, "_active", None) or getattr(driver, "_default", None))),
     "side": sorted(m for m in sys.modules if m.startswith((%s))),
+    "heavy": [m for m in ("triton", "torch._dynamo") if m in sys.modules],
 }))
 """
 
@@ -205,7 +206,7 @@ def test_import_touches_no_gpu():
     command = [sys.executable, "-c", IMPORT_PROBE % side]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == {"cuda": False, "driver": False, "side": []}
+    assert json.loads(done.stdout) == {"cuda": False, "driver": False, "side": [], "heavy": []}
 
 
 IMPORT_WITHOUT_TRITON = """

@@ -50,9 +50,7 @@ def keeps(needs: Sequence[bool]) -> bool:
 def forward(
     plan: Plan, x: Tensor, weights: Sequence[Tensor], biases: Biases, save: bool
 ) -> tuple[Tensor, list[Tensor]]:
-    from ..launchers.glu import glu_forward
-
-    h, gate_up = glu_forward(plan, x, weights[0], weights[1], biases[0], biases[1], save)
+    h, gate_up = plan.launchers.glu.glu_forward(plan, x, weights[0], weights[1], biases[0], biases[1], save)
     assert h is not None
     return F.linear(h, weights[2], biases[2]), [] if gate_up is None else [gate_up]
 
@@ -66,45 +64,41 @@ def backward(
     saved: Sequence[Tensor],
     needs: Sequence[bool],
 ) -> Grads:
-    from ..launchers.common import as_contiguous
-    from ..launchers.glu import dual_dgrad, glu_act, glu_backward, glu_forward
-
+    run = plan.launchers.glu
     needs_x, needs_gate, needs_up, needs_down, needs_bg, needs_bu, needs_bd = needs
     gate, up, down = weights
-    gy = as_contiguous(gy, down.shape[0])
+    gy = plan.launchers.common.as_contiguous(gy, down.shape[0])
     if not keeps(needs):
         return None, None, None, None, None, None, gy.sum(0)
     gate_up = saved[0] if saved else None
     if gate_up is None:
-        _, gate_up = glu_forward(plan, x, gate, up, biases[0], biases[1], save=True, store_h=False)
+        _, gate_up = run.glu_forward(plan, x, gate, up, biases[0], biases[1], save=True, store_h=False)
         assert gate_up is not None
     dx = dwg = dwu = dwd = dbg = dbu = dbd = None
     if any((needs_x, needs_gate, needs_up, needs_bg, needs_bu)):
-        hidden = glu_backward(plan, gy, down, gate_up, needs_down, needs_bg or needs_bu, needs_bd)
+        hidden = run.glu_backward(plan, gy, down, gate_up, needs_down, needs_bg or needs_bu, needs_bd)
         dgate_up, h, dbg, dbu, dbd = hidden
         if needs_down:
             assert h is not None
             dwd = gy.t() @ h  # first of the products: h is free before the others need room
         del hidden, h
         if needs_x:
-            dx = dual_dgrad(plan, dgate_up, gate, up)
-        dwg, dwu = _weight_grads(dgate_up, x, gate, needs_gate, needs_up)
+            dx = run.dual_dgrad(plan, dgate_up, gate, up)
+        dwg, dwu = _weight_grads(plan, dgate_up, x, gate, needs_gate, needs_up)
     else:
-        dwd = gy.t() @ glu_act(plan, gate_up)
+        dwd = gy.t() @ run.glu_act(plan, gate_up)
         dbd = gy.sum(0) if needs_bd else None
     return dx, dwg, dwu, dwd, dbg if needs_bg else None, dbu if needs_bu else None, dbd
 
 
 def _weight_grads(
-    dgate_up: Tensor, x: Tensor, gate: Tensor, needs_gate: bool, needs_up: bool
+    plan: Plan, dgate_up: Tensor, x: Tensor, gate: Tensor, needs_gate: bool, needs_up: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """One product for both; its halves are the two gradients."""
-    from ..launchers.common import as_rows
-
     if not needs_gate and not needs_up:
         return None, None
     H, D = gate.shape
-    rows = as_rows(x, D, tma=False)
+    rows = plan.launchers.common.as_rows(x, D, tma=False)
     if needs_gate and needs_up:
         both = dgate_up.t() @ rows
         return both[:H], both[H:]

@@ -43,10 +43,10 @@ def keeps(needs: Sequence[bool]) -> bool:
 def forward(
     plan: Plan, x: Tensor, weights: Sequence[Tensor], biases: Biases, save: bool
 ) -> tuple[Tensor, list[Tensor]]:
-    from ..launchers.linear import linear_act
-
     act = plan.activation
-    y, pre = linear_act(plan, "forward", x, weights[0], biases[0], act, save and act.saves == "input")
+    y, pre = plan.launchers.linear.linear_act(
+        plan, "forward", x, weights[0], biases[0], act, save and act.saves == "input"
+    )
     if not save:
         return y, []
     return y, [y if pre is None or act.saves == "output" else pre]
@@ -61,15 +61,14 @@ def backward(
     saved: Sequence[Tensor],
     needs: Sequence[bool],
 ) -> Grads:
-    from ..launchers.act import act_grad
-    from ..launchers.common import as_rows
-
     needs_x, needs_weight, needs_bias = needs
     (weight,) = weights
     (kept,) = saved or forward(plan, x, weights, biases, True)[1]
     N, K = weight.shape
     gy = gy.reshape(-1, N)
-    dpre, _, db = act_grad(plan, "backward", gy, kept, plan.activation, store_a=False, bias_grad=needs_bias)
+    dpre, _, db = plan.launchers.act.act_grad(
+        plan, "backward", gy, kept, plan.activation, store_a=False, bias_grad=needs_bias
+    )
     dx = dpre @ weight if needs_x else None
-    dw = dpre.t() @ as_rows(x, K, tma=False) if needs_weight else None
+    dw = dpre.t() @ plan.launchers.common.as_rows(x, K, tma=False) if needs_weight else None
     return dx, dw, db

@@ -45,10 +45,8 @@ def keeps(needs: Sequence[bool]) -> bool:
 
 def _hidden(plan: Plan, x: Tensor, fc1: Tensor, bias: Tensor | None, save: bool) -> tuple[Tensor, Tensor | None]:
     """``(a [M, H], what backward needs of it)``."""
-    from ..launchers.linear import linear_act
-
     act = plan.activation
-    a, pre = linear_act(plan, "forward", x, fc1, bias, act, save and act.saves == "input")
+    a, pre = plan.launchers.linear.linear_act(plan, "forward", x, fc1, bias, act, save and act.saves == "input")
     if not save:
         return a, None
     return a, (a if pre is None or act.saves == "output" else pre)
@@ -70,14 +68,11 @@ def backward(
     saved: Sequence[Tensor],
     needs: Sequence[bool],
 ) -> Grads:
-    from ..launchers.act import act_backward
-    from ..launchers.common import as_contiguous, as_rows
-    from ..launchers.linear import activate
-
+    run = plan.launchers
     needs_x, needs_w1, needs_w2, needs_b1, needs_b2 = needs
     fc1, fc2 = weights
     act = plan.activation
-    gy = as_contiguous(gy, fc2.shape[0])
+    gy = run.common.as_contiguous(gy, fc2.shape[0])
     if not keeps(needs):
         return None, None, None, None, gy.sum(0)
     kept = saved[0] if saved else _hidden(plan, x, fc1, biases[0], save=True)[1]
@@ -86,7 +81,7 @@ def backward(
     dx = dw1 = dw2 = db1 = db2 = None
     if needs_x or needs_w1 or needs_b1:
         remake = needs_w2 and a is None
-        dpre, made, db1, db2 = act_backward(plan, "backward", gy, fc2, kept, act, remake, needs_b1, needs_b2)
+        dpre, made, db1, db2 = run.act.act_backward(plan, "backward", gy, fc2, kept, act, remake, needs_b1, needs_b2)
         if needs_w2:
             hidden = made if a is None else a
             assert hidden is not None
@@ -94,8 +89,8 @@ def backward(
             del hidden
         del made
         dx = dpre @ fc1 if needs_x else None
-        dw1 = dpre.t() @ as_rows(x, fc1.shape[1], tma=False) if needs_w1 else None
+        dw1 = dpre.t() @ run.common.as_rows(x, fc1.shape[1], tma=False) if needs_w1 else None
     else:
-        dw2 = gy.t() @ (activate(plan, kept, act) if a is None else a)
+        dw2 = gy.t() @ (run.linear.activate(plan, kept, act) if a is None else a)
         db2 = gy.sum(0) if needs_b2 else None
     return dx, dw1, dw2, db1, db2

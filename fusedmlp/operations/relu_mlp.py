@@ -46,9 +46,7 @@ def forward(
     plan: Plan, x: Tensor, weights: Sequence[Tensor], biases: Biases, save: bool
 ) -> tuple[Tensor, list[Tensor]]:
     """Backward needs the output of every layer, the last included."""
-    from ..launchers.linear import relu_layers
-
-    outputs = relu_layers(plan, x, weights, biases, plan.activation)
+    outputs = plan.launchers.linear.relu_layers(plan, x, weights, biases, plan.activation)
     return outputs[-1], outputs if save else []
 
 
@@ -61,9 +59,7 @@ def backward(
     saved: Sequence[Tensor],
     needs: Sequence[bool],
 ) -> Grads:
-    from ..launchers.act import act_backward, act_grad
-    from ..launchers.common import as_rows
-
+    run = plan.launchers
     layers = len(weights)
     act = plan.activation
     saved = saved or forward(plan, x, weights, biases, True)[1]
@@ -73,13 +69,13 @@ def backward(
     lowest = 0 if needs_x else min(i for i in range(layers) if needs_weights[i] or needs_biases[i])
     last = layers - 1
     gy = gy.reshape(-1, weights[last].shape[0])
-    g, _, dbiases[last] = act_grad(plan, "backward", gy, saved[last], act, False, needs_biases[last])
+    g, _, dbiases[last] = run.act.act_grad(plan, "backward", gy, saved[last], act, False, needs_biases[last])
     for i in range(last, lowest - 1, -1):
-        below = saved[i - 1] if i else as_rows(x, weights[0].shape[1], tma=False)
+        below = saved[i - 1] if i else run.common.as_rows(x, weights[0].shape[1], tma=False)
         if needs_weights[i]:
             dweights[i] = g.t() @ below
         if i > lowest:
-            g, _, dbiases[i - 1], _ = act_backward(
+            g, _, dbiases[i - 1], _ = run.act.act_backward(
                 plan, f"backward.{i}", g, weights[i], below, act, False, needs_biases[i - 1], False
             )
     return g @ weights[0] if needs_x else None, *dweights, *dbiases

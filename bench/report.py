@@ -1,4 +1,8 @@
-"""Markdown tables from a result file, for the README: python bench/report.py bench/results/h200/first.json"""
+"""Markdown tables from a result file.
+
+python bench/report.py bench/results/h200/first.json
+python bench/report.py --readme README.md --metrics kernel_us wall_us kernels    between the README's two markers
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench import common
 
+BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 UNITS = {"kernel_us": "kernel time, us", "graph_us": "CUDA graph replay, us", "wall_us": "wall clock, us"}
 UNITS |= {
     "host_us": "host time, us",
@@ -71,14 +76,29 @@ def markdown(content: dict[str, Any], metrics: Sequence[str] | None = None) -> s
     return "\n".join(lines) + "\n"
 
 
+def put(text: str, readme: Path) -> None:
+    """Write a report between the markers of a Markdown file."""
+    content = readme.read_text(encoding="utf-8")
+    before, begin, rest = content.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise common.BenchError(f"{readme} needs the markers {BEGIN} and {END}")
+    readme.write_text(f"{before}{begin}\n\n{text}\n{end}{after}", encoding="utf-8")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     default = common.RESULTS / "h200" / "first.json"
     parser.add_argument("file", nargs="?", default=str(default), help="result file (default: %(default)s)")
     parser.add_argument("--metrics", nargs="+", choices=ORDER, help="only these tables")
+    parser.add_argument("--readme", metavar="FILE", help="write between the markers of this file instead of printing")
     args = parser.parse_args(argv)
     try:
-        print(markdown(common.load(args.file), args.metrics), end="")
+        text = markdown(common.load(args.file), args.metrics)
+        if args.readme:
+            put(text, Path(args.readme))
+        else:
+            print(text, end="")
     except (OSError, ValueError, common.BenchError) as error:
         print(f"bench/report.py: {args.file}: {error}", file=sys.stderr)
         return 1

@@ -183,3 +183,14 @@ def test_without_a_gpu_the_benchmark_fails_clearly(
     assert first.main(["--out", str(tmp_path / "x.json")]) == 2
     assert "needs a CUDA device" in capsys.readouterr().err
     assert not (tmp_path / "x.json").exists()
+
+
+def test_report_goes_between_the_markers(tmp_path):
+    readme = tmp_path / "README.md"
+    readme.write_text(f"above\n{report.BEGIN}\nold\n{report.END}\nbelow\n")
+    for _ in range(2):  # again leaves the same
+        report.put("| new |\n", readme)
+    assert readme.read_text() == f"above\n{report.BEGIN}\n\n| new |\n\n{report.END}\nbelow\n"
+    readme.write_text("no markers")
+    with pytest.raises(common.BenchError, match="needs the markers"):
+        report.put("x", readme)

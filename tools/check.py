@@ -52,15 +52,20 @@ INTERPRETED = Check(
     {"TRITON_INTERPRET": "1"},
 )
 ON_DEVICE = {"FUSEDMLP_REQUIRE_GPU": "1"}
-# Launch counts and peak memory are read from the device, so nothing else may run on it meanwhile.
-GPU_ALONE = Check("GPU tests", ["pytest", "-m", "gpu", "tests/gpu", "--durations=10"], PYTEST, ON_DEVICE)
+# Compiling is most of the time, so many workers share the device; launches and memory are counted by process.
+LARGE = "tests/gpu/test_large.py"
+GPU_WORKERS = ["-n", os.environ.get("GPU_WORKERS", "8"), "--dist", "worksteal", "--durations=10"]
+GPU_TESTS = Check(
+    "GPU tests", ["pytest", "-m", "gpu", "tests/gpu", f"--ignore={LARGE}", *GPU_WORKERS], (*PYTEST, "xdist"), ON_DEVICE
+)
+GPU_ALONE = Check("large GPU tests", ["pytest", "-m", "gpu", LARGE], PYTEST, ON_DEVICE)  # tens of GB each
 GPU_SUITE = Check(
     "suite on the device",
     ["pytest", *WORKERS, "tests", f"--ignore={INTERPRETER}", "--ignore=tests/gpu"],
     (*PYTEST, "xdist"),
     ON_DEVICE,
 )
-MODES = {"lint": LINT, "test": [*LINT, TESTS, INTERPRETED], "gpu": [GPU_ALONE, GPU_SUITE]}
+MODES = {"lint": LINT, "test": [*LINT, TESTS, INTERPRETED], "gpu": [GPU_TESTS, GPU_ALONE, GPU_SUITE]}
 
 
 def version_numbers(text: str) -> tuple[int, ...]:

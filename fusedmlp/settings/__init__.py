@@ -72,6 +72,7 @@ def calculate_settings(
     if op not in OPS:
         raise ValueError(f"unknown op {op!r}; the known ones are: {', '.join(OPS)}")
     info = device.info(torch.device(device_))
+    aligned = tma
     tma = tma and info.has_tma and heuristic.tma_dtype(dtype)
     forced = dict(overridden())
     family = forced.pop("family", None)
@@ -80,5 +81,5 @@ def calculate_settings(
     found = tables.lookup(info.slug, op, M, N, K, dtype, precision, tma) if family is None else None
     if found is None:
         family = family or heuristic.family(op, M, N, K, dtype, tma, info)
-        found = heuristic.settings(op, M, N, K, dtype, family, info)
+        found = heuristic.settings(op, M, N, K, dtype, family, info, aligned)
     return replace(found, **forced) if forced else found

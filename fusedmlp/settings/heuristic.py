@@ -3,6 +3,8 @@ so that a kernel has at most a handful of specialisations over all token counts.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from .device import DeviceInfo
@@ -35,23 +37,37 @@ def family(op: str, M: int, N: int, K: int, dtype: torch.dtype, tma: bool, info:
     return "tma" if tma else "pointer"
 
 
-def settings(op: str, M: int, N: int, K: int, dtype: torch.dtype, family: str, info: DeviceInfo) -> Settings:
+def settings(
+    op: str, M: int, N: int, K: int, dtype: torch.dtype, family: str, info: DeviceInfo, aligned: bool = True
+) -> Settings:
+    """``aligned``: rows start at multiples of 16 bytes. Where they do not, every element has an address of its own,
+    and smaller tiles keep those in registers."""
     if op == "relu_stack":
-        return _relu_stack(dtype)
+        return _relu_stack(dtype, aligned)
     if family == "pair":
         return Settings("pair")
     if family == "pointer":
-        return _pointer(op, M, N, dtype, info)
-    return _TMA[op](M, N, K)
+        return _pointer(op, M, N, dtype, aligned)
+    found = _TMA[op](M, N, K)
+    return _in_tensor_memory(op, found) if info.capability >= (10, 0) else found
 
 
-def _relu_stack(dtype: torch.dtype) -> Settings:
+def _in_tensor_memory(op: str, found: Settings) -> Settings:
+    """From 10.0 on accumulators live in tensor memory: they leave it through shared memory and more registers."""
+    if op == "glu" and found.block_n == 128:
+        return replace(found, stages=3)
+    if op == "linear_act" and found.block_n >= 128 and found.block_m == 128:
+        return _tma(128, 128, 64, parts=2, warps=8)
+    return found
+
+
+def _relu_stack(dtype: torch.dtype, aligned: bool) -> Settings:
     if dtype == torch.float32:
         return Settings("pointer", 32, 32, 64, warps=4, stages=3)
-    return Settings("pointer", 32, 32, 128, warps=4, stages=4)
+    return Settings("pointer", 32, 32, 128 if aligned else 64, warps=4, stages=4 if aligned else 3)
 
 
-def _pointer(op: str, M: int, N: int, dtype: torch.dtype, info: DeviceInfo) -> Settings:
+def _pointer(op: str, M: int, N: int, dtype: torch.dtype, aligned: bool) -> Settings:
     if dtype == torch.float32:
         # 4-byte operands: half the tile for the same shared memory (99 KiB on the smallest sm_8x).
         return Settings("pointer", 64, 32 if op == "glu" else 64, 32, warps=4, stages=3)
@@ -59,9 +75,11 @@ def _pointer(op: str, M: int, N: int, dtype: torch.dtype, info: DeviceInfo) -> S
         return Settings("pointer", 32 if M <= 32 else 64, 32, 64, warps=4, stages=3)
     if op == "glu":
         return Settings("pointer", 128, 64, 32, warps=8, stages=3)
+    if op in ("glu_backward", "act_backward"):
+        return Settings("pointer", 64, 64, 32, warps=8, stages=3)
     if M <= 512:
-        return Settings("pointer", 64, 64, 64, warps=4, stages=3)
-    return Settings("pointer", 128, 128, 32, warps=8, stages=3)
+        return Settings("pointer", 64, 64, 64 if aligned else 32, warps=4, stages=3)
+    return Settings("pointer", 128, 128 if aligned else 64, 32, warps=8, stages=3)
 
 
 def _tma(m: int, n: int, k: int, *, parts: int = 1, warps: int = 4, stages: int = 4, ctas: int = 1) -> Settings:
@@ -108,7 +126,7 @@ def _act_backward(M: int, N: int, K: int) -> Settings:
     if M <= 256 and N < 8192:
         return _tma(64, 32, 128, ctas=2)
     if M <= 64:
-        return _tma(64, 128, 64, ctas=2)
+        return _tma(64, 64, 64, ctas=3)
     if K >= 2048 and M > 256:
         return _tma(128, 128, 64, parts=2, warps=8)
     return _tma(128, 64, 64, parts=2, ctas=2)

@@ -37,6 +37,7 @@ class Fused(torch.autograd.Function):
         ctx.biases = biases
         ctx.bias_versions = [None if b is None else b._version for b in biases]
         ctx.recompute = recompute
+        ctx.addresses = [t.data_ptr() for t in (x, *weights)]  # type: ignore[union-attr]
         ctx.plan = plan
         return out
 
@@ -71,15 +72,17 @@ def _gradients(
     if plan.precision and plan.precision != plans.fp32_precision():
         # Products follow the setting of this moment; forward ran under another.
         plan = plans.find(plan.op, plan.activation, x, weights, biases)
-    elif plan.layout != plans.layout_of(x, weights):
+    elif ctx.addresses != [t.data_ptr() for t in (x, *weights)]:
         # Hooks on saved tensors (offloading) may hand back copies that lie in memory in another way.
         plan = plans.find(plan.op, plan.activation, x, weights, biases)
     if plan.eager_reason is not None:
         return _by_pytorch(plan, x, weights, biases, needs, gy, differentiable)
     as_contiguous = plan.launchers.common.as_contiguous
     kept = [as_contiguous(t, t.shape[-1]) for t in kept]
-    dx, *rest = OPERATIONS[plan.op].backward(plan, gy, x, weights, biases, kept, needs)
-    return dx if dx is None or x.dim() == 2 else dx.view(x.shape), *rest
+    grads = OPERATIONS[plan.op].backward(plan, gy, x, weights, biases, kept, needs)
+    if x.dim() == 2 or grads[0] is None:
+        return grads  # type: ignore[no-any-return]
+    return grads[0].view(x.shape), *grads[1:]
 
 
 def _stands_for_more(gy: Tensor) -> bool:

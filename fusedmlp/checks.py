@@ -105,14 +105,8 @@ def plain(tensors: Sequence[Tensor | None]) -> str | None:
     """Why raw-pointer kernels must not read these tensors, or None.
 
     A subclass (DTensor, quantised weights) may hold something else than its shape says; inside ``torch.func``
-    transforms, forward-mode AD, tracers and dispatch modes a call stands for more than its numbers. While a compiler
-    traces, its own stand-ins count as plain.
+    transforms, forward-mode AD, tracers and dispatch modes a call stands for more than its numbers.
     """
-    if torch.compiler.is_compiling():
-        for t in tensors:
-            if t is not None and type(t) not in (Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor):
-                return f"a {type(t).__name__} is not a plain tensor"
-        return _transformed_while_compiling()
     for t in tensors:
         if t is None:
             continue
@@ -125,6 +119,14 @@ def plain(tensors: Sequence[Tensor | None]) -> str | None:
     if torch._C._get_tracing_state() is not None:
         return "inside torch.jit.trace"
     return _transformed()
+
+
+def plain_while_compiling(tensors: Sequence[Tensor | None]) -> str | None:
+    """The same while a compiler traces, whose own stand-ins count as plain."""
+    for t in tensors:
+        if t is not None and type(t) not in (Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor):
+            return f"a {type(t).__name__} is not a plain tensor"
+    return _transformed_while_compiling()
 
 
 def _transformed() -> str | None:

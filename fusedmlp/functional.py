@@ -155,9 +155,12 @@ def _call(
 ) -> Tensor:
     act = resolve_activation(activation)
     x, weights, biases = _autocast(x, weights, biases)
-    reason = checks.plain((x, *weights, *biases))
-    if reason is None and torch.compiler.is_compiling():
-        return _traced(op, act, x, weights, biases, recompute)
+    if torch.compiler.is_compiling():
+        reason = checks.plain_while_compiling((x, *weights, *biases))
+        if reason is None:
+            return _traced(op, act, x, weights, biases, recompute)
+    else:
+        reason = checks.plain((x, *weights, *biases))
     if reason is not None:
         return _eager(op, act, x, weights, biases, reason)
     try:

@@ -53,7 +53,6 @@ class Plan:
         # Triton's interpreter computes every fp32 product in full.
         self.dot_precision = "tf32" if self.precision == "tf32" and self.device_index is not None else "ieee"
         self.launchers: Any = None  # the package, imported for the first plan that needs it, since it needs Triton
-        self.layout: Any = None  # of x and the weights, see layout_of()
         self.pairs = False  # gate and up have one row stride, so that one descriptor may span them
         # Approximate tanh and exp where the result is rounded to 16 bits; the interpreter has no inline assembly.
         self.fast_math = self.device_index is not None and self.dtype != torch.float32
@@ -110,16 +109,6 @@ def find(
     return plan
 
 
-def layout_of(x: Tensor, weights: Sequence[Tensor]) -> tuple[Any, ...]:
-    """What prepared launches assume of the memory of x and the weights, beside their shapes."""
-    return (
-        x.stride(),
-        x.data_ptr() % 16,
-        [w.stride() for w in weights],
-        [w.data_ptr() % 16 for w in weights],
-    )
-
-
 def clear() -> None:
     """Forget every plan."""
     _plans.clear()
@@ -138,7 +127,6 @@ def _make(
     widths = (K, *(w.shape[0] for w in weights))
     device = x.device
     plan = Plan(op, activation, M, widths, x.dtype, device, precision, _aligned(x, weights))
-    plan.layout = layout_of(x, weights)
     plan.pairs = op == "glu_mlp" and weights[0].stride() == weights[1].stride()
     plan.eager_reason = why_eager(x, M, weights, biases)
     if op == "linear_act" and activation.name == "identity" and plan.eager_reason is None:

@@ -10,6 +10,7 @@ from ..kernels.act_backward import act_backward_pointer, act_backward_tma
 from ..kernels.pointwise import act_grad as act_grad_kernel
 from ..launch import Launch, barrier_counters
 from ..plan import Plan
+from ..settings import Settings
 from .common import (
     ceil_div,
     launch_options,
@@ -22,6 +23,39 @@ from .common import (
     scratch,
     sum_parts,
 )
+
+
+def _act_backward_launch(
+    plan: Plan,
+    settings: Settings,
+    act: Activation,
+    gy: Tensor,
+    weight: Tensor,
+    dpre: Tensor,
+    store_a: bool,
+    bias_grad: bool,
+    out_bias_grad: bool,
+) -> Launch:
+    M, N = dpre.shape
+    biases, tma = bias_grad or out_bias_grad, settings.family == "tma"
+    tiles = ceil_div(M, settings.block_m) * ceil_div(N, settings.block_n)
+    block = (settings.block_m, settings.block_n, settings.block_k, settings.group)
+    flags = (act.name, act.saves == "output", store_a, bias_grad, out_bias_grad, plan.fast_math)
+    options = launch_options(settings, cooperative=biases)
+    if not tma:
+        grid = resident_grid(plan, tiles) if biases else tiles
+        return Launch(act_backward_pointer, grid, (*block, *flags, plan.dot_precision), **options)
+    grid = resident_grid(plan, tiles) if biases else persistent_grid(plan, tiles, settings)
+    out = rows_tile(dpre, settings.block_m, settings.block_n // settings.parts)
+    tiles_of = {
+        0: rows_tile(gy, settings.block_m, settings.block_k),
+        1: rows_tile(weight, settings.block_k, settings.block_n),
+        2: out,
+        3: out,
+    }
+    if store_a:
+        tiles_of[4] = out
+    return Launch(act_backward_tma, grid, (*block, settings.parts, *flags, True), tiles_of, **options)
 
 
 def act_backward(
@@ -62,27 +96,12 @@ def act_backward(
     sums = (pre_sum, gy_sum, db, db_out, counters)
     tma = settings.family == "tma"
 
-    def make() -> Launch:
-        tiles = ceil_div(M, settings.block_m) * ceil_div(N, settings.block_n)
-        block = (settings.block_m, settings.block_n, settings.block_k, settings.group)
-        flags = (act.name, act.saves == "output", store_a, bias_grad, out_bias_grad, plan.fast_math)
-        options = launch_options(settings, cooperative=biases)
-        if not tma:
-            grid = resident_grid(plan, tiles) if biases else tiles
-            return Launch(act_backward_pointer, grid, (*block, *flags, plan.dot_precision), **options)
-        grid = resident_grid(plan, tiles) if biases else persistent_grid(plan, tiles, settings)
-        out = rows_tile(dpre, settings.block_m, settings.block_n // settings.parts)
-        tiles_of = {
-            0: rows_tile(gy, settings.block_m, settings.block_k),
-            1: rows_tile(weight, settings.block_k, settings.block_n),
-            2: out,
-            3: out,
-        }
-        if store_a:
-            tiles_of[4] = out
-        return Launch(act_backward_tma, grid, (*block, settings.parts, *flags, True), tiles_of, **options)
-
-    launch = prepared(plan, (name, store_a, bias_grad, out_bias_grad), make)
+    key = (name, store_a, bias_grad, out_bias_grad)
+    launch = plan.launches.get(key)
+    if launch is None:
+        launch = plan.launches[key] = _act_backward_launch(
+            plan, settings, act, gy, weight, dpre, store_a, bias_grad, out_bias_grad
+        )
     if tma:
         launch(plan.device_index, gy, weight, saved, dpre, a, gy, *sums, M, N, K, gy_parts)
     else:

@@ -11,6 +11,7 @@ from ..kernels.glu_backward import glu_backward_pointer, glu_backward_tma
 from ..kernels.pointwise import glu_act_backward, glu_act_forward
 from ..launch import Launch, barrier_counters
 from ..plan import Plan
+from ..settings import Settings
 from .common import (
     as_rows,
     ceil_div,
@@ -28,6 +29,39 @@ from .common import (
     stacked_halves,
     sum_parts,
 )
+
+
+def _glu_launch(
+    plan: Plan,
+    settings: Settings,
+    tma: bool,
+    up_first: bool | None,
+    x: Tensor,
+    gate_weight: Tensor,
+    gate_bias: Tensor | None,
+    up_bias: Tensor | None,
+    h: Tensor | None,
+    save: bool,
+) -> Launch:
+    M, H, store_h = x.shape[0], gate_weight.shape[0], h is not None
+    tiles = ceil_div(M, settings.block_m) * ceil_div(H, settings.block_n)
+    block = (settings.block_m, settings.block_n, settings.block_k, settings.group)
+    flags = (plan.activation.name, gate_bias is not None, up_bias is not None, save, store_h)
+    options = launch_options(settings)
+    if not tma:
+        constants = (*block, *flags, plan.fast_math, plan.dot_precision)
+        return Launch(glu_pointer, tiles, constants, **options)
+    gate_tile, up_tile = half_tiles(M, H, settings.block_m, settings.block_n)
+    tiles_of = {
+        0: rows_tile(x, settings.block_m, settings.block_k),
+        1: pair_tile(gate_weight, 2, settings.block_n, settings.block_k),
+        # The kernel takes its dtype from h's descriptor, also where it stores none.
+        4: gate_tile if h is None else rows_tile(h, settings.block_m, settings.block_n),
+    }
+    if save:
+        tiles_of |= {5: gate_tile, 6: up_tile}
+    grid = persistent_grid(plan, tiles, settings)
+    return Launch(glu_tma, grid, (*block, *flags, up_first, plan.fast_math, True), tiles_of, **options)
 
 
 def glu_forward(
@@ -54,27 +88,12 @@ def glu_forward(
     h = x.new_empty(M, H) if store_h else None
     gate_up = x.new_empty(M, 2 * H) if save else None
 
-    def make() -> Launch:
-        tiles = ceil_div(M, settings.block_m) * ceil_div(H, settings.block_n)
-        block = (settings.block_m, settings.block_n, settings.block_k, settings.group)
-        flags = (plan.activation.name, gate_bias is not None, up_bias is not None, save, store_h)
-        options = launch_options(settings)
-        if not tma:
-            constants = (*block, *flags, plan.fast_math, plan.dot_precision)
-            return Launch(glu_pointer, tiles, constants, **options)
-        gate_tile, up_tile = half_tiles(M, H, settings.block_m, settings.block_n)
-        tiles_of = {
-            0: rows_tile(x, settings.block_m, settings.block_k),
-            1: pair_tile(gate_weight, 2, settings.block_n, settings.block_k),
-            # The kernel takes its dtype from h's descriptor, also where it stores none.
-            4: gate_tile if h is None else rows_tile(h, settings.block_m, settings.block_n),
-        }
-        if save:
-            tiles_of |= {5: gate_tile, 6: up_tile}
-        grid = persistent_grid(plan, tiles, settings)
-        return Launch(glu_tma, grid, (*block, *flags, up_first, plan.fast_math, True), tiles_of, **options)
-
-    launch = prepared(plan, ("forward", tma, save, store_h, up_first), make)
+    key = ("forward", tma, save, store_h, up_first)
+    launch = plan.launches.get(key)
+    if launch is None:
+        launch = plan.launches[key] = _glu_launch(
+            plan, settings, tma, up_first, x, gate_weight, gate_bias, up_bias, h, save
+        )
     if tma:
         weights = (gate_weight, up_weight)
         h_like = gate_up if h is None else h
@@ -130,6 +149,39 @@ def _glu_pair(
     return h, gate_up if save else None
 
 
+def _glu_backward_launch(
+    plan: Plan,
+    settings: Settings,
+    gy: Tensor,
+    down_weight: Tensor,
+    h: Tensor | None,
+    bias_grad: bool,
+    down_bias_grad: bool,
+) -> Launch:
+    M, H, store_h, biases = gy.shape[0], down_weight.shape[1], h is not None, bias_grad or down_bias_grad
+    tma = settings.family == "tma"
+    tiles = ceil_div(M, settings.block_m) * ceil_div(H, settings.block_n)
+    block = (settings.block_m, settings.block_n, settings.block_k, settings.group)
+    flags = (plan.activation.name, store_h, bias_grad, down_bias_grad, plan.fast_math)
+    options = launch_options(settings, cooperative=biases)
+    if not tma:
+        grid = resident_grid(plan, tiles) if biases else tiles
+        return Launch(glu_backward_pointer, grid, (*block, *flags, plan.dot_precision), **options)
+    grid = resident_grid(plan, tiles) if biases else persistent_grid(plan, tiles, settings)
+    gate_tile, up_tile = half_tiles(M, H, settings.block_m, settings.block_n // settings.parts)
+    tiles_of = {
+        0: rows_tile(gy, settings.block_m, settings.block_k),
+        1: rows_tile(down_weight, settings.block_k, settings.block_n),
+        2: gate_tile,
+        3: up_tile,
+        4: gate_tile,
+        5: up_tile,
+    }
+    if h is not None:
+        tiles_of[6] = rows_tile(h, settings.block_m, settings.block_n // settings.parts)
+    return Launch(glu_backward_tma, grid, (*block, settings.parts, *flags, True), tiles_of, **options)
+
+
 def glu_backward(
     plan: Plan,
     gy: Tensor,
@@ -167,29 +219,12 @@ def glu_backward(
     sums = (gate_sum, up_sum, gy_sum, dbg, dbu, dbd, counters)
     tma = settings.family == "tma"
 
-    def make() -> Launch:
-        tiles = ceil_div(M, settings.block_m) * ceil_div(H, settings.block_n)
-        block = (settings.block_m, settings.block_n, settings.block_k, settings.group)
-        flags = (plan.activation.name, store_h, bias_grad, down_bias_grad, plan.fast_math)
-        options = launch_options(settings, cooperative=biases)
-        if not tma:
-            grid = resident_grid(plan, tiles) if biases else tiles
-            return Launch(glu_backward_pointer, grid, (*block, *flags, plan.dot_precision), **options)
-        grid = resident_grid(plan, tiles) if biases else persistent_grid(plan, tiles, settings)
-        gate_tile, up_tile = half_tiles(M, H, settings.block_m, settings.block_n // settings.parts)
-        tiles_of = {
-            0: rows_tile(gy, settings.block_m, settings.block_k),
-            1: rows_tile(down_weight, settings.block_k, settings.block_n),
-            2: gate_tile,
-            3: up_tile,
-            4: gate_tile,
-            5: up_tile,
-        }
-        if h is not None:
-            tiles_of[6] = rows_tile(h, settings.block_m, settings.block_n // settings.parts)
-        return Launch(glu_backward_tma, grid, (*block, settings.parts, *flags, True), tiles_of, **options)
-
-    launch = prepared(plan, ("backward", store_h, bias_grad, down_bias_grad), make)
+    key = ("backward", store_h, bias_grad, down_bias_grad)
+    launch = plan.launches.get(key)
+    if launch is None:
+        launch = plan.launches[key] = _glu_backward_launch(
+            plan, settings, gy, down_weight, h, bias_grad, down_bias_grad
+        )
     if tma:
         halves = (gate_up, gate_up, dgate_up, dgate_up)
         launch(plan.device_index, gy, down_weight, *halves, h, gy, *sums, M, H, D_out, gy_parts)
@@ -243,6 +278,24 @@ def _glu_backward_pair(
     return dgate_up, h, dbg, dbu, gy.sum(0) if down_bias_grad else None
 
 
+def _dual_dgrad_launch(
+    plan: Plan, settings: Settings, tma: bool, up_first: bool | None, gate_weight: Tensor, dx: Tensor
+) -> Launch:
+    M, (H, D) = dx.shape[0], gate_weight.shape
+    tiles = ceil_div(M, settings.block_m) * ceil_div(D, settings.block_n)
+    block = (settings.block_m, settings.block_n, settings.block_k, settings.group)
+    options = launch_options(settings)
+    if not tma:
+        return Launch(dual_dgrad_pointer, tiles, (*block, plan.dot_precision), **options)
+    tiles_of = {
+        0: stacked_halves(M, H, settings.block_m, settings.block_k),
+        1: pair_tile(gate_weight, 1, settings.block_k, settings.block_n),
+        2: rows_tile(dx, settings.block_m, settings.block_n // settings.parts),
+    }
+    grid = persistent_grid(plan, tiles, settings)
+    return Launch(dual_dgrad_tma, grid, (*block, settings.parts, up_first, True), tiles_of, **options)
+
+
 def dual_dgrad(plan: Plan, dgate_up: Tensor, gate_weight: Tensor, up_weight: Tensor) -> Tensor:
     """``dX [M, D] = dGate Wg + dUp Wu``; dgate_up [M, 2H] contiguous."""
     settings = plan.settings["dgrad"]
@@ -256,21 +309,10 @@ def dual_dgrad(plan: Plan, dgate_up: Tensor, gate_weight: Tensor, up_weight: Ten
         return torch.addmm(dgate_up[:, :H] @ gate_weight, dgate_up[:, H:], up_weight)
     dx = dgate_up.new_empty(M, D)
 
-    def make() -> Launch:
-        tiles = ceil_div(M, settings.block_m) * ceil_div(D, settings.block_n)
-        block = (settings.block_m, settings.block_n, settings.block_k, settings.group)
-        options = launch_options(settings)
-        if not tma:
-            return Launch(dual_dgrad_pointer, tiles, (*block, plan.dot_precision), **options)
-        tiles_of = {
-            0: stacked_halves(M, H, settings.block_m, settings.block_k),
-            1: pair_tile(gate_weight, 1, settings.block_k, settings.block_n),
-            2: rows_tile(dx, settings.block_m, settings.block_n // settings.parts),
-        }
-        grid = persistent_grid(plan, tiles, settings)
-        return Launch(dual_dgrad_tma, grid, (*block, settings.parts, up_first, True), tiles_of, **options)
-
-    launch = prepared(plan, ("dgrad", tma, up_first), make)
+    key = ("dgrad", tma, up_first)
+    launch = plan.launches.get(key)
+    if launch is None:
+        launch = plan.launches[key] = _dual_dgrad_launch(plan, settings, tma, up_first, gate_weight, dx)
     if tma:
         launch(plan.device_index, dgate_up, (gate_weight, up_weight), dx, M, D, H)
     else:

@@ -14,6 +14,7 @@ from ..kernels.pointwise import act_forward
 from ..kernels.relu_stack import relu_stack
 from ..launch import Launch, barrier_counters
 from ..plan import Plan
+from ..settings import Settings
 from .common import (
     as_rows,
     ceil_div,
@@ -24,6 +25,35 @@ from .common import (
     row_stride,
     rows_tile,
 )
+
+
+def _linear_act_launch(
+    plan: Plan,
+    settings: Settings,
+    act: Activation,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    y: Tensor,
+    save_pre: bool,
+) -> Launch:
+    M, N, tma = x.shape[0], weight.shape[0], settings.family == "tma"
+    tiles = ceil_div(M, settings.block_m) * ceil_div(N, settings.block_n)
+    flags = (act.name, bias is not None, save_pre, plan.fast_math)
+    block = (settings.block_m, settings.block_n, settings.block_k, settings.group)
+    options = launch_options(settings)
+    if not tma:
+        return Launch(linear_act_pointer, tiles, (*block, *flags, plan.dot_precision), **options)
+    out = rows_tile(y, settings.block_m, settings.block_n // settings.parts)
+    tiles_of = {
+        0: rows_tile(x, settings.block_m, settings.block_k),
+        1: rows_tile(weight, settings.block_n, settings.block_k),
+        3: out,
+    }
+    if save_pre:
+        tiles_of[4] = out
+    grid = persistent_grid(plan, tiles, settings)
+    return Launch(linear_act_tma, grid, (*block, settings.parts, *flags, True), tiles_of, **options)
 
 
 def linear_act(
@@ -40,25 +70,10 @@ def linear_act(
     y = x.new_empty(M, N)
     pre = torch.empty_like(y) if save_pre else None
 
-    def make() -> Launch:
-        tiles = ceil_div(M, settings.block_m) * ceil_div(N, settings.block_n)
-        flags = (act.name, bias is not None, save_pre, plan.fast_math)
-        block = (settings.block_m, settings.block_n, settings.block_k, settings.group)
-        options = launch_options(settings)
-        if not tma:
-            return Launch(linear_act_pointer, tiles, (*block, *flags, plan.dot_precision), **options)
-        out = rows_tile(y, settings.block_m, settings.block_n // settings.parts)
-        tiles_of = {
-            0: rows_tile(x, settings.block_m, settings.block_k),
-            1: rows_tile(weight, settings.block_n, settings.block_k),
-            3: out,
-        }
-        if save_pre:
-            tiles_of[4] = out
-        grid = persistent_grid(plan, tiles, settings)
-        return Launch(linear_act_tma, grid, (*block, settings.parts, *flags, True), tiles_of, **options)
-
-    launch = prepared(plan, (name, save_pre), make)
+    key = (name, save_pre)
+    launch = plan.launches.get(key)
+    if launch is None:
+        launch = plan.launches[key] = _linear_act_launch(plan, settings, act, x, weight, bias, y, save_pre)
     if tma:
         launch(plan.device_index, x, weight, bias, y, pre, M, N, K)
     else:

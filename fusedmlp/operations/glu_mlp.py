@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -80,13 +81,13 @@ def backward(
         dgate_up, h, dbg, dbu, dbd = hidden
         if needs_down:
             assert h is not None
-            dwd = gy.t() @ h  # first of the products: h is free before the others need room
+            dwd = torch.mm(gy.t(), h)  # first of the products: h is free before the others need room
         del hidden, h
         if needs_x:
             dx = run.dual_dgrad(plan, dgate_up, gate, up)
         dwg, dwu = _weight_grads(plan, dgate_up, x, gate, needs_gate, needs_up)
     else:
-        dwd = gy.t() @ run.glu_act(plan, gate_up)
+        dwd = torch.mm(gy.t(), run.glu_act(plan, gate_up))
         dbd = gy.sum(0) if needs_bd else None
     return dx, dwg, dwu, dwd, dbg if needs_bg else None, dbu if needs_bu else None, dbd
 
@@ -100,8 +101,8 @@ def _weight_grads(
     H, D = gate.shape
     rows = plan.launchers.common.as_rows(x, D, tma=False)
     if needs_gate and needs_up:
-        both = dgate_up.t() @ rows
+        both = torch.mm(dgate_up.t(), rows)
         return both[:H], both[H:]
     if needs_gate:
-        return dgate_up[:, :H].t() @ rows, None
-    return None, dgate_up[:, H:].t() @ rows
+        return torch.mm(dgate_up[:, :H].t(), rows), None
+    return None, torch.mm(dgate_up[:, H:].t(), rows)

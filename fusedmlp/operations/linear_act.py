@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from .. import reference as plain
@@ -69,6 +70,6 @@ def backward(
     dpre, _, db = plan.launchers.act.act_grad(
         plan, "backward", gy, kept, plan.activation, store_a=False, bias_grad=needs_bias
     )
-    dx = dpre @ weight if needs_x else None
-    dw = dpre.t() @ plan.launchers.common.as_rows(x, K, tma=False) if needs_weight else None
+    dx = torch.mm(dpre, weight) if needs_x else None
+    dw = torch.mm(dpre.t(), plan.launchers.common.as_rows(x, K, tma=False)) if needs_weight else None
     return dx, dw, db

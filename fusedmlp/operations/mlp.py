@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -85,12 +86,12 @@ def backward(
         if needs_w2:
             hidden = made if a is None else a
             assert hidden is not None
-            dw2 = gy.t() @ hidden  # first of the products: it is free before the others need room
+            dw2 = torch.mm(gy.t(), hidden)  # first of the products: it is free before the others need room
             del hidden
         del made
-        dx = dpre @ fc1 if needs_x else None
-        dw1 = dpre.t() @ run.common.as_rows(x, fc1.shape[1], tma=False) if needs_w1 else None
+        dx = torch.mm(dpre, fc1) if needs_x else None
+        dw1 = torch.mm(dpre.t(), run.common.as_rows(x, fc1.shape[1], tma=False)) if needs_w1 else None
     else:
-        dw2 = gy.t() @ (run.linear.activate(plan, kept, act) if a is None else a)
+        dw2 = torch.mm(gy.t(), run.linear.activate(plan, kept, act) if a is None else a)
         db2 = gy.sum(0) if needs_b2 else None
     return dx, dw1, dw2, db1, db2

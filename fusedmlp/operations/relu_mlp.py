@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from .. import reference as plain
@@ -73,9 +74,9 @@ def backward(
     for i in range(last, lowest - 1, -1):
         below = saved[i - 1] if i else run.common.as_rows(x, weights[0].shape[1], tma=False)
         if needs_weights[i]:
-            dweights[i] = g.t() @ below
+            dweights[i] = torch.mm(g.t(), below)
         if i > lowest:
             g, _, dbiases[i - 1], _ = run.act.act_backward(
                 plan, f"backward.{i}", g, weights[i], below, act, False, needs_biases[i - 1], False
             )
-    return g @ weights[0] if needs_x else None, *dweights, *dbiases
+    return torch.mm(g, weights[0]) if needs_x else None, *dweights, *dbiases

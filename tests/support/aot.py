@@ -134,7 +134,7 @@ def pretended(info: DeviceInfo) -> Iterator[list[Recorded]]:
         self.device_index = 0
         self.fast_math = self.dtype != torch.float32
         self.dot_precision = self.precision or "ieee"
-        self.layout = self.launchers = None
+        self.launchers = None
         self.pairs = False
 
     with ExitStack() as stack:

@@ -136,7 +136,13 @@ def _make(
 
         plan.launchers = launchers
         _CHOOSE[op](plan)
+        if op == "linear_act" and plan.settings["forward"].family == "pair" and not _pair_is_forced():
+            plan.eager_reason = "cuBLAS is the fastest here, and beside it PyTorch's activation is no launch more"
     return plan
+
+
+def _pair_is_forced() -> bool:
+    return dict(settings.overridden()).get("family") == "pair"
 
 
 def why_eager(x: Tensor, M: int, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> str | None:

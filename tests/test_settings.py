@@ -147,3 +147,19 @@ def test_small_shared_memory_means_pointer_kernels():
     with on(consumer):
         found = calculate_settings("glu", 8192, 9216, 2304, torch.bfloat16, "cuda")
     assert found.family == "pointer"
+
+
+def test_a_lone_layer_that_cublas_serves_best_goes_the_eager_way():
+    """float32 on a GPU: our pointwise kernel beside cuBLAS would be as many launches as eager's."""
+    from support.aot import DEVICES, pretended
+
+    from fusedmlp import explain_plan, linear_act
+
+    def note(**forced):
+        x, weight = (torch.empty(64, 32, device="meta", requires_grad=True) for _ in range(2))
+        with settings.override(**forced), pretended(DEVICES["nvidia-h200"]):
+            return explain_plan(linear_act, x, weight, None, "gelu").notes[0]
+
+    assert note().path == "eager"
+    assert "cuBLAS" in note().reason
+    assert note(family="pair").path == note(family="pointer").path == "fused"

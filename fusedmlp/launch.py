@@ -6,7 +6,7 @@ Three paths, chosen once for each :class:`Launch`:
   Triton's interpreter, on a Triton that is not known here, and while a launch hook (Proton) is installed.
 * run: the compiled kernel's ``run``, whose arguments are the same in the releases of ``_RUN``.
 * raw: the C function under ``run`` (``_RAW``), which takes addresses and encoded tensor maps. Maps are kept by the
-  address they describe, so a steady call encodes none.
+  address they describe, and whole argument lists by their addresses, so a steady call encodes and builds nothing.
 """
 
 from __future__ import annotations
@@ -63,7 +63,21 @@ class Launch:
     in ``tiles``): whoever keeps a Launch keys it by them.
     """
 
-    __slots__ = ("_args", "_launcher", "_maps", "_pointers", "_raw", "constants", "grid", "kernel", "options", "tiles")
+    __slots__ = (
+        "_args",
+        "_calls",
+        "_launcher",
+        "_maps",
+        "_numbers",
+        "_pairs",
+        "_raw",
+        "_tensors",
+        "constants",
+        "grid",
+        "kernel",
+        "options",
+        "tiles",
+    )
 
     def __init__(
         self,
@@ -82,7 +96,10 @@ class Launch:
         self._raw = False
         self._args: tuple[Any, ...] = ()  # what comes before the kernel's own arguments, less grid and stream
         self._maps: list[tuple[int, Tile, Any, dict[Any, list[Any]]]] = []  # position, tile, its meta, encoded maps
-        self._pointers: tuple[int, ...] = ()
+        self._calls: dict[tuple[int, ...], tuple[Any, ...]] = {}  # all that follows the stream, by addresses, numbers
+        self._tensors: tuple[int, ...] = ()  # positions of tensors, of pairs of them, of numbers
+        self._pairs: tuple[int, ...] = ()
+        self._numbers: tuple[int, ...] = ()
 
     def __call__(self, device_index: int | None, *args: Any) -> None:
         """Launch on the device's current stream."""
@@ -98,9 +115,21 @@ class Launch:
         if not self._raw:
             self._launcher(self.grid, 1, 1, stream, *self._args, *self._public(args), *self.constants)
             return
+        key = [args[i].data_ptr() for i in self._tensors]
+        for i in self._pairs:
+            key += (args[i][0].data_ptr(), args[i][1].data_ptr())
+        key += [args[i] for i in self._numbers]
+        call = self._calls.get(tuple(key))
+        if call is None:
+            call = self._flatten(tuple(key), args)
+        self._launcher(self.grid, 1, 1, stream, *call)
+
+    def _flatten(self, call_key: tuple[int, ...], args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The C function's arguments after the stream: addresses for tensors, encoded maps for tiles."""
         flat = list(args)
-        for i in self._pointers:
-            flat[i] = flat[i].data_ptr()
+        for i in self._tensors:
+            if i not in self.tiles:
+                flat[i] = flat[i].data_ptr()
         for i, tile, meta, maps in self._maps:
             tensor = flat[i]
             key = (tensor[0].data_ptr(), tensor[1].data_ptr()) if type(tensor) is tuple else tensor.data_ptr()
@@ -111,14 +140,19 @@ class Launch:
                     maps.clear()
                 maps[key] = encoded
             flat[i : i + 1] = encoded
-        self._launcher(self.grid, 1, 1, stream, *self._args, *flat, *self.constants)
+        if len(self._calls) >= MAX_MAPS:
+            self._calls.clear()
+        call = self._calls[call_key] = (*self._args, *flat, *self.constants)
+        return call
 
     def _public(self, args: tuple[Any, ...]) -> list[Any]:
         return [_descriptor(self.tiles[i], a) if i in self.tiles else a for i, a in enumerate(args)]
 
     def _adopt(self, compiled: Any, args: tuple[Any, ...]) -> None:
         """Take the fastest path that this compiled kernel offers."""
-        self._pointers = tuple(i for i, a in enumerate(args) if isinstance(a, Tensor) and i not in self.tiles)
+        self._tensors = tuple(i for i, a in enumerate(args) if isinstance(a, Tensor))
+        self._pairs = tuple(i for i, a in enumerate(args) if isinstance(a, tuple))
+        self._numbers = tuple(i for i, a in enumerate(args) if isinstance(a, int))
         function = _c_function(compiled)
         if function is None:
             self._args = (compiled.function, compiled.packed_metadata, None, None, None)

@@ -121,6 +121,17 @@ def test_maps_do_not_pile_up(compiled):
         for x in alive:
             made(0, x)
     assert all(len(maps) <= 4 for *_, maps in made._maps)
+    assert len(made._calls) <= 4
+
+
+def test_other_numbers_are_another_call(compiled):
+    kernel, function = Kernel(compiled), mock.Mock()
+    made = Launch(kernel, 1, ())
+    x = torch.empty(4)
+    with mock.patch.object(launch, "_c_function", return_value=function):
+        for number in (5, 6, 5, 6):
+            made(0, x, number)
+    assert [call.args[-2:] for call in function.call_args_list] == [(x.data_ptr(), n) for n in (6, 5, 6)]
 
 
 def test_offset_moves_the_base():

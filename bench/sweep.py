@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -37,6 +36,7 @@ from fusedmlp.settings.types import Settings
 WIDTHS = ((384, 1536), (768, 3072), (1024, 4096), (2304, 9216), (4096, 14336))
 TOKENS = (16, 128, 1024, 2048, 8192)
 SETS = 3  # input sets in turn
+CALLS = 4 * SETS  # in a graph, so that its own start is a small part of the time
 # cuBLAS and a pointwise kernel are one launch more than a fused kernel, which must pay for itself: about what a
 # call of cuBLAS costs the host (22 to 50 were seen), in microseconds. Set with the sweep in view: at 8192 tokens,
 # 768 -> 3072, the pair would save 22 in the gated backward, and stays unused.
@@ -200,49 +200,36 @@ def run_torch(op: str, p: Problem) -> Tensor:
     return torch.cat([grad(dh * up, gate), dh * gelu(gate, approximate="tanh")], dim=1).to(p.gy.dtype)
 
 
-def replay_us(calls: list[Callable[[], Any]], repeats: int = 7) -> list[float]:
-    """Times of one call, in microseconds, from replays of a graph that makes each call a few times."""
-    rounds = 4
-    for call in calls:
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(rounds):
-            for call in calls:
-                call()
-    graph.replay()
-    return [t / (rounds * len(calls)) for t in common.events_us(graph.replay, repeats)]
-
-
-def error(a: Tensor, b: Tensor) -> float:
-    return ((a.float() - b.float()).norm() / b.float().norm()).item()
+def run_in_turn(op: str, plan: Plan, problems: list[Problem], i: int) -> Tensor:
+    return run_ours(op, plan, problems[i % SETS])
 
 
 def sweep(op: str, M: int, D: int, H: int, dtype: torch.dtype, rows: list[dict[str, Any]]) -> Settings | None:
     """The fastest right candidate at one shape; a row for each that ran."""
     problems = [Problem.make(M, D, H, dtype) for _ in range(SETS)]
-    expected = run_torch(op, problems[0])
+    expected = run_torch(op, problems[0]).double()
     best: tuple[float, Settings] | None = None
     for candidate in CANDIDATES[op]:
         try:
             with settings.override(**asdict(candidate)):
                 plan = plan_of(op, problems[0])
-                found = error(run_ours(op, plan, problems[0]), expected)
+                found = common.relative_error(run_ours(op, plan, problems[0]), expected)
                 if not found < WORST:
                     raise ArithmeticError(f"relative error {found}")
-                times = replay_us([partial(run_ours, op, plan, p) for p in problems])
+                call = partial(run_in_turn, op, plan, problems)
+                times = common.graph_us({"ours": call}, CALLS, rounds=4)["ours"]
         except Exception as reason:  # a candidate that does not fit this GPU is a result, not an end
             print(f"  left out: {op} [{M}, {D} -> {H}] {candidate}: {type(reason).__name__}: {str(reason)[:100]}")
             continue
         rows.append(common.row(op, PASS[op], (M, D, H), str(candidate), "graph_us", times))
-        time = rows[-1]["median"]
+        cost = rows[-1]["median"]
         if candidate.family == "pair":
-            time += PAIR_MUST_SAVE if op in PAIR_MAY_SERVE else float("inf")
-        if best is None or time < best[0]:
-            best = (time, candidate)
+            cost += PAIR_MUST_SAVE if op in PAIR_MAY_SERVE else float("inf")
+        if best is None or cost < best[0]:
+            best = (cost, candidate)
+            shown = f"{op:13s} [{M:5d}, {D:4d} -> {H:5d}] {rows[-1]['median']:8.1f} us  {candidate}"
     if best is not None:
-        print(f"{op:13s} [{M:5d}, {D:4d} -> {H:5d}] {best[0]:8.1f} us  {best[1]}", flush=True)
+        print(shown, flush=True)
     return best[1] if best else None
 
 

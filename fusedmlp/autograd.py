@@ -118,8 +118,6 @@ def _by_pytorch(
         # these gradients are partial ones; and hooks of the operands would run twice.
         inputs = [None if t is None else t.view_as(t) for t in (x, *weights, *biases)]
         n = len(weights)
-        if not create_graph:
-            inputs = [None if t is None else t.detach().requires_grad_(t.requires_grad) for t in inputs]
         y = OPERATIONS[plan.op].reference(inputs[0], inputs[1 : 1 + n], inputs[1 + n :], plan.activation)
         wanted = [t for t, need in zip(inputs, needs, strict=True) if need and t is not None]
         grads = iter(torch.autograd.grad(y, wanted, gy, create_graph=create_graph))

@@ -211,9 +211,10 @@ def barrier_counters(device: torch.device) -> Tensor:
     """
     if device.type != "cuda":
         return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
-    with torch.cuda.device(device):
-        capturing = torch.cuda.is_current_stream_capturing()
-    if capturing:
+    if torch._C._cuda_getDevice() != device.index:
+        with torch.cuda.device(device):
+            return barrier_counters(device)
+    if torch.cuda.is_current_stream_capturing():
         return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
     key = (device.index, torch._C._cuda_getCurrentRawStream(device.index))
     found = _counters.get(key)

@@ -166,7 +166,7 @@ def _setup_context(op: str, ctx: Any, inputs: Any, output: Any) -> None:
         kept = [*kept, y]
     ctx.save_for_backward(x, *weights, *biases, *kept)
     ctx.counts = (len(weights), len(biases), len(kept))
-    ctx.has_bias, ctx.activation, ctx.save = has_bias, activation, save
+    ctx.has_bias, ctx.activation = has_bias, activation
     ctx.set_materialize_grads(False)
 
 

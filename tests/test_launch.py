@@ -138,3 +138,35 @@ def test_offset_moves_the_base():
     x = torch.randn(4, 16)
     found = launch._descriptor(Tile((4, 8), (16, 1), (4, 8), offset=8), x)
     assert found.base.data_ptr() == x[:, 8:].data_ptr()
+
+
+def test_barrier_counters_belong_to_a_stream_and_a_graph_gets_its_own():
+    """Asked of the tensors' device, which need not be the current one."""
+    current, capturing = [0], [False]
+
+    class On:
+        def __init__(self, device):
+            self.device = device
+
+        def __enter__(self):
+            current[0], self.before = self.device.index, current[0]
+
+        def __exit__(self, *reason):
+            current[0] = self.before
+
+    device = torch.device("cuda", 1)
+    with (
+        mock.patch.object(torch._C, "_cuda_getDevice", side_effect=lambda: current[0], create=True),
+        mock.patch.object(torch.cuda, "device", On),
+        mock.patch.object(
+            torch.cuda, "is_current_stream_capturing", side_effect=lambda: capturing[0] and current[0] == 1
+        ),
+        mock.patch.object(torch, "zeros", side_effect=lambda *size, **options: object()),
+        mock.patch.object(launch, "_zeros_outside_pools", side_effect=lambda device: object()),
+        mock.patch.object(launch, "_counters", {}),
+    ):
+        first, second = launch.barrier_counters(device), launch.barrier_counters(device)
+        capturing[0] = True
+        assert launch.barrier_counters(device) is not first
+    assert first is second
+    assert current[0] == 0

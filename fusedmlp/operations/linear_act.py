@@ -44,6 +44,7 @@ def keeps(needs: Sequence[bool]) -> bool:
 def forward(
     plan: Plan, x: Tensor, weights: Sequence[Tensor], biases: Biases, save: bool
 ) -> tuple[Tensor, list[Tensor]]:
+    """Of the first weight and bias: for a two-layer MLP that is its hidden layer."""
     act = plan.activation
     y, pre = plan.launchers.linear.linear_act(
         plan, "forward", x, weights[0], biases[0], act, save and act.saves == "input"

@@ -12,6 +12,7 @@ from torch import Tensor
 from .. import reference as plain
 from ..activations import Activation
 from ..checks import check_bias, check_input, check_weight
+from . import linear_act
 
 if TYPE_CHECKING:
     from ..plan import Plan
@@ -44,20 +45,11 @@ def keeps(needs: Sequence[bool]) -> bool:
     return any(needs[:-1])  # fc2's bias alone needs the gradient of the output and nothing else
 
 
-def _hidden(plan: Plan, x: Tensor, fc1: Tensor, bias: Tensor | None, save: bool) -> tuple[Tensor, Tensor | None]:
-    """``(a [M, H], what backward needs of it)``."""
-    act = plan.activation
-    a, pre = plan.launchers.linear.linear_act(plan, "forward", x, fc1, bias, act, save and act.saves == "input")
-    if not save:
-        return a, None
-    return a, (a if pre is None or act.saves == "output" else pre)
-
-
 def forward(
     plan: Plan, x: Tensor, weights: Sequence[Tensor], biases: Biases, save: bool
 ) -> tuple[Tensor, list[Tensor]]:
-    a, saved = _hidden(plan, x, weights[0], biases[0], save)
-    return F.linear(a, weights[1], biases[1]), [] if saved is None else [saved]
+    a, saved = linear_act.forward(plan, x, weights, biases, save)
+    return F.linear(a, weights[1], biases[1]), saved
 
 
 def backward(
@@ -76,8 +68,7 @@ def backward(
     gy = run.common.as_contiguous(gy, fc2.shape[0])
     if not keeps(needs):
         return None, None, None, None, gy.sum(0)
-    kept = saved[0] if saved else _hidden(plan, x, fc1, biases[0], save=True)[1]
-    assert kept is not None
+    (kept,) = saved or linear_act.forward(plan, x, weights, biases, True)[1]
     a = kept if act.saves == "output" else None
     dx = dw1 = dw2 = db1 = db2 = None
     if needs_x or needs_w1 or needs_b1:

@@ -62,6 +62,7 @@ def _info_lines() -> list[str]:
     lines.append(f"{'float32 products':22s}{precision} (torch.get_float32_matmul_precision())")
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     lines.append(f"{'TRITON_INTERPRET':22s}{'1' if interpreted else 'off'}")
+    lines += [f"{'launches go by':22s}{_launch_path()}"]
     lines += [f"{'path on cpu':22s}{_path_on(torch.device('cpu'))}"]
     if not torch.cuda.is_available():
         built = torch.version.cuda or torch.version.hip
@@ -76,6 +77,14 @@ def _info_lines() -> list[str]:
         )
         lines.append(f"{'path on ' + name:22s}{_path_on(torch.device(name))}")
     return lines
+
+
+def _launch_path() -> str:
+    try:
+        from . import launch
+    except ImportError:
+        return "nothing: Triton is not installed"
+    return launch.path()
 
 
 def _path_on(device: torch.device) -> str:

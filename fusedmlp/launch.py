@@ -1,16 +1,20 @@
 """Launches Triton kernels with little host work. The only module that touches Triton's private interface.
 
-Three paths, chosen once for each :class:`Launch`:
+Four paths, chosen once for each :class:`Launch`:
 
 * public: ``kernel[grid](...)`` specialises, compiles and launches. The first launch of each, and all of them under
   Triton's interpreter, on a Triton that is not known here, and while a launch hook (Proton) is installed.
-* run: the compiled kernel's ``run``, whose arguments are the same in the releases of ``_RUN``.
-* raw: the C function under ``run`` (``_RAW``), which takes addresses and encoded tensor maps. Maps are kept by the
-  address they describe, and whole argument lists by their addresses, so a steady call encodes and builds nothing.
+* compiled: a plan of ``fusedmlp._launcher`` (csrc/launcher.c), where it was built and the kernel's parameters are
+  what this module takes them to be.
+* raw, without the compiled launcher: Triton's C function (``_RAW``), which takes addresses and encoded tensor maps.
+  Maps are kept by the address they describe, and whole argument lists by their addresses.
+* run, for the other releases (``_RUN``): the compiled kernel's ``run``, whose arguments are the same in all of them.
 """
 
 from __future__ import annotations
 
+import os
+import re
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -19,11 +23,19 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+_launcher: Any = None
+try:
+    if os.environ.get("FUSEDMLP_LAUNCHER", "") != "triton":
+        from . import _launcher  # type: ignore[attr-defined,no-redef]
+except ImportError:  # not built: no compiler where the package was installed
+    pass
+
 _RUN = {(3, 5), (3, 6), (3, 7), (3, 8), (3, 9)}
 _RAW = {(3, 5), (3, 6)}
 MAX_MAPS = 1024  # tensor maps kept for one argument; an allocator hands out the same addresses again and again
 
 _VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
+_BYTES = {"i32": 4, "u32": 4, "i64": 8, "u64": 8}
 
 
 def interpreting() -> bool:
@@ -70,6 +82,7 @@ class Launch:
         "_maps",
         "_numbers",
         "_pairs",
+        "_plan",
         "_raw",
         "_tensors",
         "constants",
@@ -92,6 +105,7 @@ class Launch:
         self.constants = constants
         self.options = options
         self.tiles = tiles or {}
+        self._plan: Any = None  # launch() of a plan of the compiled launcher
         self._launcher: Any = None  # the compiled kernel's run, or the C function under it
         self._raw = False
         self._args: tuple[Any, ...] = ()  # what comes before the kernel's own arguments, less grid and stream
@@ -103,13 +117,18 @@ class Launch:
 
     def __call__(self, device_index: int | None, *args: Any) -> None:
         """Launch on the device's current stream."""
+        if self._plan is not None and not _hooked():
+            # Its device need not be the current one: the plan knows its own.
+            self._plan(torch._C._cuda_getCurrentRawStream(device_index), *args)  # type: ignore[arg-type]
+            return
         if device_index is not None and torch._C._cuda_getDevice() != device_index:
             with torch.cuda.device(device_index):
                 return self(device_index, *args)
         if self._launcher is None or _hooked():
             compiled = self.kernel[(self.grid,)](*self._public(args), *self.constants, **self.options)
-            if self._launcher is None and device_index is not None and compiled is not None and _VERSION in _RUN:
-                self._adopt(compiled, args)
+            adopted = self._launcher is not None or self._plan is not None
+            if not adopted and device_index is not None and compiled is not None and _VERSION in _RUN:
+                self._adopt(compiled, device_index, args)
             return
         stream = torch._C._cuda_getCurrentRawStream(device_index)  # type: ignore[arg-type]
         if not self._raw:
@@ -148,8 +167,14 @@ class Launch:
     def _public(self, args: tuple[Any, ...]) -> list[Any]:
         return [_descriptor(self.tiles[i], a) if i in self.tiles else a for i, a in enumerate(args)]
 
-    def _adopt(self, compiled: Any, args: tuple[Any, ...]) -> None:
+    def _adopt(self, compiled: Any, device_index: int, args: tuple[Any, ...]) -> None:
         """Take the fastest path that this compiled kernel offers."""
+        if _launcher is not None:
+            pairs = {i for i, a in enumerate(args) if isinstance(a, tuple)}
+            spec = _kernel_spec(compiled, self.grid, len(args), self.tiles, pairs)
+            if spec is not None:
+                self._plan = _launcher.Plan(device_index, len(args), (spec,)).launch
+                return
         self._tensors = tuple(i for i, a in enumerate(args) if isinstance(a, Tensor))
         self._pairs = tuple(i for i, a in enumerate(args) if isinstance(a, tuple))
         self._numbers = tuple(i for i, a in enumerate(args) if isinstance(a, int))
@@ -174,6 +199,81 @@ def _make_tensordesc_arg(descriptor: TensorDescriptor, meta: Any) -> Any:
     from triton.backends.nvidia.driver import make_tensordesc_arg
 
     return make_tensordesc_arg(descriptor, meta)
+
+
+def path() -> str:
+    """How steady launches go on this machine, in words."""
+    if interpreting():
+        return "Triton's interpreter"
+    if _VERSION not in _RUN:
+        return f"kernel[grid], since Triton {triton.__version__} is not known"
+    if _launcher is not None:
+        return "the compiled launcher"
+    why = "switched off by FUSEDMLP_LAUNCHER" if os.environ.get("FUSEDMLP_LAUNCHER") == "triton" else "not built"
+    return f"Triton's own launcher; the compiled one is {why}"
+
+
+def _kernel_spec(
+    compiled: Any, grid: int, arguments: int, tiles: dict[int, Tile], pairs: set[int]
+) -> tuple[Any, ...] | None:
+    """The kernel as the compiled launcher takes it; None where anything about it is not as expected here.
+
+    Triton passes a tensor descriptor as a tensor map, its sizes (int32) and strides (int64), leaves out constants
+    and what it specialised on (None, 1), and ends with two addresses of scratch memory. What the kernel's PTX
+    declares must come to the same.
+    """
+    metadata = compiled.metadata
+    if metadata.num_ctas != 1 or metadata.global_scratch_size or metadata.profile_scratch_size:
+        return None
+    metas = list(getattr(metadata, "tensordesc_meta", None) or [])
+    specs: list[tuple[Any, ...]] = []
+    sizes: list[int] = []
+    for i, kind in enumerate(list(compiled.src.signature.values())[:arguments]):
+        if kind == "constexpr":
+            continue
+        if i in tiles:
+            if not metas or metas[0].get("fp4_padded") or metas[0].get("is_im2col"):
+                return None
+            specs.append(_map_spec(i, tiles[i], i in pairs, metas.pop(0)))
+            rank = len(tiles[i].shape)
+            sizes += [128, *[4] * rank, *[8] * rank]
+        elif str(kind).startswith("*"):
+            specs.append(("address", i))
+            sizes.append(8)
+        elif kind in _BYTES:
+            specs.append(("int32" if _BYTES[kind] == 4 else "int64", i))
+            sizes.append(_BYTES[kind])
+        else:
+            return None
+    specs += [("constant64", 0), ("constant64", 0)]
+    if sizes + [8, 8] != _parameter_sizes(compiled):
+        return None
+    return (
+        compiled.name,
+        compiled.function,
+        (grid, 1, 1),
+        32 * metadata.num_warps,
+        metadata.shared,
+        bool(metadata.launch_cooperative_grid),
+        bool(metadata.launch_pdl),
+        tuple(specs),
+    )
+
+
+def _map_spec(position: int, tile: Tile, pair: bool, meta: Any) -> tuple[Any, ...]:
+    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
+
+    kind = TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]], meta["elem_size"], meta["swizzle"], 0  # zeros beyond the edge
+    # The box is the compiled kernel's: of a wide tile it may be a part, which the kernel loads piece by piece.
+    return ("map", position, pair, tile.offset, *kind, tile.shape, tile.strides, tuple(meta["block_size"]))
+
+
+def _parameter_sizes(compiled: Any) -> list[int]:
+    """Bytes of each parameter that the kernel's PTX declares; none where there is no PTX."""
+    ptx = compiled.asm.get("ptx", "")
+    head = re.search(r"\.entry\s+\w+\s*\(([^)]*)\)", ptx)
+    found = re.findall(r"\.param\s+(?:\.align\s+\d+\s+)?\.[a-z](\d+)\b[^,\[]*(?:\[(\d+)\])?", head[1] if head else "")
+    return [int(bits) // 8 * int(count or 1) for bits, count in found]
 
 
 def _c_function(compiled: Any) -> Any:

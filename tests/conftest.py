@@ -1,7 +1,8 @@
 """What every test stands on: seeds, restored global settings, the `gpu` marker, threads per worker.
 
 Tests marked `gpu`, and all tests under tests/gpu, need a CUDA device. Without one they are skipped and
-counted in a section of their own at the end; with FUSEDMLP_REQUIRE_GPU=1 they are errors instead.
+counted in a section of their own at the end; with FUSEDMLP_REQUIRE_GPU=1 they are errors instead. So are tests of
+the compiled launcher where C cannot be compiled.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
+from support.native import NEEDS_COMPILER
 
 SEED = 20250607
 GPU_FOLDER = Path(__file__).parent / "gpu"
@@ -60,6 +62,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     count = sum("gpu" in report.keywords and NO_DEVICE in str(report.longrepr) for report in skipped)
     if count:
         terminalreporter.section(f"GPU TESTS SKIPPED: {count} ({NO_DEVICE})", sep="!", red=True, bold=True)
+    count = sum(NEEDS_COMPILER in str(report.longrepr) for report in skipped)
+    if count:
+        terminalreporter.section(f"LAUNCHER TESTS SKIPPED: {count} ({NEEDS_COMPILER})", sep="!", red=True, bold=True)
 
 
 @pytest.fixture(autouse=True)

@@ -39,8 +39,144 @@ def stream():
     with (
         mock.patch.object(torch._C, "_cuda_getDevice", return_value=0, create=True),
         mock.patch.object(torch._C, "_cuda_getCurrentRawStream", return_value=7, create=True),
+        mock.patch.object(launch, "_launcher", None),  # as where it was not built
     ):
         yield
+
+
+PTX = """
+.version 8.7
+.target sm_90a
+.visible .entry kernel(
+	.param .u64 .ptr .global .align 1 kernel_param_0,
+	.param .align 64 .b8 kernel_param_1[128],
+	.param .u32 kernel_param_2,
+	.param .u32 kernel_param_3,
+	.param .u64 kernel_param_4,
+	.param .u64 kernel_param_5,
+	.param .u32 kernel_param_6,
+	.param .u64 .ptr .global .align 1 kernel_param_7,
+	.param .u64 .ptr .global .align 1 kernel_param_8
+)
+.reqntid 128
+{
+	.reg .pred %p<3>;
+"""
+META = {"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [64, 32], "fp4_padded": False}
+TILE = Tile((100, 64), (128, 1), (64, 32), offset=64)
+
+
+@pytest.fixture
+def known(compiled):
+    """A compiled kernel whose parameters are as the launcher expects: tensor, nothing, tile, number, one, constant."""
+    kinds = ("*bf16", "constexpr", "tensordesc<bf16[64,32]>", "i32", "constexpr", "constexpr")
+    compiled.src = SimpleNamespace(signature=dict(zip("abcdef", kinds, strict=True)))
+    compiled.asm, compiled.name = {"ptx": PTX}, "kernel"
+    compiled.metadata = SimpleNamespace(
+        num_ctas=1,
+        num_warps=4,
+        shared=1000,
+        global_scratch_size=0,
+        profile_scratch_size=0,
+        launch_cooperative_grid=True,
+        launch_pdl=False,
+        tensordesc_meta=[META],
+    )
+    return compiled
+
+
+class Plans:
+    """In the place of the compiled launcher: what plans are made of, and what they are launched with."""
+
+    def __init__(self):
+        self.made, self.launched = [], []
+
+    def Plan(self, *args):
+        self.made.append(args)
+        return SimpleNamespace(launch=lambda *values: self.launched.append(values))
+
+
+def test_the_compiled_launcher_gets_the_kernel_once_and_then_tensors(known):
+    kernel, plans = Kernel(known), Plans()
+    made = Launch(kernel, 5, (True,), {2: TILE})
+    x, y = torch.empty(4), torch.empty(100, 128, dtype=torch.bfloat16)
+    with mock.patch.object(launch, "_launcher", plans):
+        for number in (8, 8, 9):
+            made(0, x, None, y, number, 1)
+    assert len(kernel.public) == 1
+    tile = ("map", 2, False, 64, 9, 2, 3, 0, (100, 64), (128, 1), (64, 32))
+    specs = (("address", 0), tile, ("int32", 3), ("constant64", 0), ("constant64", 0))
+    assert plans.made == [(0, 5, (("kernel", "function", (5, 1, 1), 128, 1000, True, False, specs),))]
+    assert plans.launched == [(7, x, None, y, 8, 1), (7, x, None, y, 9, 1)]
+
+
+def test_the_compiled_launcher_describes_tiles_as_triton_does(known):
+    """What goes to the driver's encoder must be the same by both ways."""
+    utils = mock.MagicMock()
+    y, z = (torch.empty(100, 128, dtype=torch.bfloat16) for _ in range(2))
+    lower, upper = sorted((y, z), key=torch.Tensor.data_ptr)
+    pair = Tile((2, 100, 64), (0, 128, 1), (2, 64, 32))
+    wide = META | {"block_size": [2, 64, 32]}
+    for tile, tensor, meta in [(TILE, y, META), (pair, (z, y), wide), (pair, (y, z), wide)]:
+        with mock.patch.object(launch.triton.runtime.driver, "_active", SimpleNamespace(utils=utils), create=True):
+            launch._make_tensordesc_arg(launch._descriptor(tile, tensor), meta)
+        address, swizzle, size, kind, box, shape, strides, padding = utils.method_calls[-1].args
+        is_pair = isinstance(tensor, tuple)
+        found = launch._map_spec(0, tile, is_pair, meta)
+        assert found[:3] == ("map", 0, is_pair)
+        assert found[3] * size == address - (lower if is_pair else y).data_ptr()
+        assert found[4:8] == (kind, size, swizzle, padding)
+        assert (found[8], found[10]) == (tuple(shape), tuple(box))
+        assert list(found[9][1:]) == list(strides)[1:]
+        distance = (upper.data_ptr() - lower.data_ptr()) // 2 if is_pair else found[9][0]
+        assert strides[0] == distance  # of a pair the launcher finds it
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda c: setattr(c.metadata, "num_ctas", 2),
+        lambda c: setattr(c.metadata, "global_scratch_size", 8),
+        lambda c: setattr(c.metadata, "profile_scratch_size", 8),
+        lambda c: setattr(c.metadata, "tensordesc_meta", None),
+        lambda c: c.metadata.tensordesc_meta.__setitem__(0, META | {"fp4_padded": True}),
+        lambda c: c.metadata.tensordesc_meta.__setitem__(0, META | {"is_im2col": True}),
+        lambda c: c.src.signature.update(a="fp32"),
+        lambda c: c.src.signature.update(d="constexpr"),
+        lambda c: c.src.signature.update(d="i64"),
+        lambda c: c.src.signature.update(b="i32"),
+        lambda c: c.asm.clear(),
+        lambda c: c.asm.update(ptx=PTX.replace("[128]", "[64]")),
+        lambda c: c.asm.update(ptx=PTX.replace("kernel_param_8", "kernel_param_8,\n\t.param .u64 kernel_param_9")),
+    ],
+)
+def test_what_the_compiled_launcher_does_not_know_goes_through_triton(known, change):
+    assert launch._kernel_spec(known, 5, 5, {2: TILE}, set()) is not None
+    change(known)
+    assert launch._kernel_spec(known, 5, 5, {2: TILE}, set()) is None
+
+
+def test_hooks_are_called_on_the_compiled_path_too(known):
+    kernel, plans = Kernel(known), Plans()
+    made = Launch(kernel, 5, (True,), {2: TILE})
+    x, y = torch.empty(4), torch.empty(100, 128, dtype=torch.bfloat16)
+    with mock.patch.object(launch, "_launcher", plans):
+        made(0, x, None, y, 8, 1)
+        with mock.patch.object(launch, "_hooked", return_value=True):
+            made(0, x, None, y, 8, 1)
+        made(0, x, None, y, 8, 1)
+    assert (len(kernel.public), len(plans.made), len(plans.launched)) == (2, 1, 1)
+
+
+def test_path_says_what_runs():
+    with mock.patch.object(launch, "interpreting", return_value=False):
+        assert "not built" in launch.path()
+        with mock.patch.dict("os.environ", FUSEDMLP_LAUNCHER="triton"):
+            assert "switched off" in launch.path()
+        with mock.patch.object(launch, "_launcher", Plans()):
+            assert launch.path() == "the compiled launcher"
+        with mock.patch.object(launch, "_RUN", set()):
+            assert "not known" in launch.path()
 
 
 def test_first_launch_is_public_then_run(compiled):

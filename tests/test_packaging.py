@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -21,6 +22,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from support.native import CAN_COMPILE, NEEDS_COMPILER
 
 import fusedmlp
 
@@ -144,28 +146,51 @@ def test_build_toml_agrees_with_pyproject():
     assert general["license"] == project["license"] == "Apache-2.0"
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+def build_wheel(folder: Path, **variables: str) -> zipfile.ZipFile:
     """The wheel, built without an index from a copy, so that the checkout stays as it is."""
-    folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     source.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source / name)
-    shutil.copytree(PACKAGE, source / "fusedmlp", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(PACKAGE, source / "fusedmlp", ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    shutil.copytree(ROOT / "csrc", source / "csrc")
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index"]
+    environment = {k: v for k, v in os.environ.items() if k != "FUSEDMLP_NO_LAUNCHER"} | variables
     done = subprocess.run(
-        [*command, "--wheel-dir", str(folder), str(source)], capture_output=True, text=True, timeout=240
+        [*command, "--wheel-dir", str(folder), str(source)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=environment,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     (path,) = folder.glob("*.whl")
     return zipfile.ZipFile(path)
 
 
+def compiled_in(wheel: zipfile.ZipFile) -> list[str]:
+    return [name for name in wheel.namelist() if name.endswith((".so", ".pyd", ".dylib"))]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    return build_wheel(tmp_path_factory.mktemp("wheel"), FUSEDMLP_NO_LAUNCHER="1")
+
+
 def test_wheel_installs_anywhere(wheel: zipfile.ZipFile):
     assert Path(str(wheel.filename)).name == f"fusedmlp-{fusedmlp.__version__}-py3-none-any.whl"
-    compiled = [name for name in wheel.namelist() if name.endswith((".so", ".pyd", ".dylib"))]
-    assert compiled == []
+    assert compiled_in(wheel) == []
+
+
+@pytest.mark.skipif(not CAN_COMPILE, reason=NEEDS_COMPILER)
+def test_wheel_with_the_compiled_launcher_suits_every_python(tmp_path: Path):
+    found = build_wheel(tmp_path)
+    assert Path(str(found.filename)).name.startswith(f"fusedmlp-{fusedmlp.__version__}-cp310-abi3-linux_")
+    assert compiled_in(found) == ["fusedmlp/_launcher.abi3.so"]
+
+
+def test_wheel_is_built_without_a_compiler_too(tmp_path: Path):
+    assert compiled_in(build_wheel(tmp_path, CC="no-such-compiler")) == []
 
 
 def test_wheel_holds_the_package_and_nothing_else(wheel: zipfile.ZipFile):

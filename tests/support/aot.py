@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
@@ -48,6 +48,10 @@ class Recorded:
     constants: tuple[tuple[int, Any], ...]
     divisible: tuple[int, ...]
     options: tuple[tuple[str, Any], ...]
+    # Those of one of the calls: sizes of tensors are no part of what is compiled.
+    tiles: dict[int, launch.Tile] = field(compare=False)
+    pairs: set[int] = field(compare=False)
+    arguments: int = field(compare=False)
 
     @property
     def name(self) -> str:
@@ -71,12 +75,16 @@ class Recorded:
 
 @dataclass(frozen=True)
 class Report:
-    """What ptxas said of a kernel. Bytes of spill stores and of shared memory; warnings by number."""
+    """What ptxas said of a kernel. Bytes of spill stores and of shared memory; warnings by number.
+
+    ``launchable``: its parameters are what the compiled launcher takes them to be.
+    """
 
     registers: int
     spills: int
     shared: int
     warnings: tuple[str, ...]
+    launchable: bool
 
 
 def _type_of(value: Any) -> str:
@@ -118,7 +126,9 @@ def record(sink: list[Recorded]) -> Any:
         if len(signature) != len(kernel.arg_names):
             raise AssertionError(f"{kernel.fn.__name__} takes {kernel.arg_names}, got {len(signature)} values")
         options = tuple(sorted(self.options.items()))
-        entry = Recorded(kernel, tuple(signature), tuple(constants), tuple(divisible), options)
+        pairs = {i for i, value in enumerate(args) if isinstance(value, tuple)}
+        seen_as = dict(self.tiles), pairs, len(args)
+        entry = Recorded(kernel, tuple(signature), tuple(constants), tuple(divisible), options, *seen_as)
         if entry not in sink:
             sink.append(entry)
 
@@ -169,4 +179,5 @@ def compile_for(entry: Recorded, capability: int, capfd: Any) -> Report:
         raise AssertionError(f"no ptxas report for {entry}: {log[:500]!r}")
     spills = [int(n) for n in re.findall(r"(\d+) bytes spill stores", log)]
     warnings = tuple(sorted(set(re.findall(r"C7\d\d\d", log))))
-    return Report(max(registers), max(spills), compiled.metadata.shared, warnings)
+    spec = launch._kernel_spec(compiled, 1, entry.arguments, entry.tiles, entry.pairs)
+    return Report(max(registers), max(spills), compiled.metadata.shared, warnings, spec is not None)

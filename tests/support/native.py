@@ -1,0 +1,14 @@
+"""Whether C can be compiled here for this Python."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import sysconfig
+from pathlib import Path
+
+CC = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")
+INCLUDE = sysconfig.get_path("include")
+CAN_COMPILE = sys.platform == "linux" and CC is not None and Path(INCLUDE, "Python.h").is_file()
+NEEDS_COMPILER = "needs Linux, a C compiler and Python's headers"

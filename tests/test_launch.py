@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from types import SimpleNamespace
 from unittest import mock
 
@@ -112,6 +113,9 @@ def test_the_compiled_launcher_gets_the_kernel_once_and_then_tensors(known):
 
 def test_the_compiled_launcher_describes_tiles_as_triton_does(known):
     """What goes to the driver's encoder must be the same by both ways."""
+    from triton.backends.nvidia.driver import make_tensordesc_arg
+
+    rest = (None,) * (len(inspect.signature(make_tensordesc_arg).parameters) - 2)  # from 3.8 on there is a third
     utils = mock.MagicMock()
     y, z = (torch.empty(100, 128, dtype=torch.bfloat16) for _ in range(2))
     lower, upper = sorted((y, z), key=torch.Tensor.data_ptr)
@@ -119,7 +123,7 @@ def test_the_compiled_launcher_describes_tiles_as_triton_does(known):
     wide = META | {"block_size": [2, 64, 32]}
     for tile, tensor, meta in [(TILE, y, META), (pair, (z, y), wide), (pair, (y, z), wide)]:
         with mock.patch.object(launch.triton.runtime.driver, "_active", SimpleNamespace(utils=utils), create=True):
-            launch._make_tensordesc_arg(launch._descriptor(tile, tensor), meta)
+            make_tensordesc_arg(launch._descriptor(tile, tensor), meta, *rest)
         address, swizzle, size, kind, box, shape, strides, padding = utils.method_calls[-1].args
         is_pair = isinstance(tensor, tuple)
         found = launch._map_spec(0, tile, is_pair, meta)

@@ -28,57 +28,54 @@ class Fused(torch.autograd.Function):
         layers = len(operands) // 2
         weights, biases = operands[:layers], operands[layers:]
         save = not recompute and operation.keeps(ctx.needs_input_grad[2:])
-        y, saved = operation.forward(plan, x, weights, biases, save)
+        y, kept = operation.forward(plan, x, weights, biases, save)
         # An alias, not a view: users may change the result in place.
         out = y if x.dim() == 2 else torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[1]))
         # An output is saved as what forward returns: autograd then keeps no reference from the graph to itself.
-        ctx.save_for_backward(x, *weights, *[out if t is y else t for t in saved])
+        saved = (x, *weights, *[out if t is y else t for t in kept])
+        ctx.save_for_backward(*saved)
         # Biases are no part of a backward, so users may change them before it, unless forward is to be run again.
-        ctx.biases = biases
-        ctx.bias_versions = [None if b is None else b._version for b in biases]
-        ctx.recompute = recompute
-        ctx.addresses = [t.data_ptr() for t in (x, *weights)]  # type: ignore[union-attr]
-        ctx.plan = plan
+        versions = [None if b is None else b._version for b in biases]
+        ctx.call = plan, recompute, biases, versions, [t.data_ptr() for t in saved]  # type: ignore[union-attr]
         return out
 
     @staticmethod
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        x, *saved = ctx.saved_tensors
-        layers = len(ctx.biases)
-        operands = (x, saved[:layers], ctx.biases, saved[layers:])
-        if autocasting(x.device.type):
+        device_type = ctx.call[0].device.type
+        if autocasting(device_type):
             # Backward works in the dtypes that forward chose, whatever autocast says where it runs.
-            with torch.autocast(x.device.type, enabled=False):
-                return None, None, *_gradients(ctx, *operands, gy)
-        return None, None, *_gradients(ctx, *operands, gy)
+            with torch.autocast(device_type, enabled=False):
+                return None, None, *_gradients(ctx, gy)
+        return None, None, *_gradients(ctx, gy)
 
 
-def _gradients(
-    ctx: Any,
-    x: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    kept: Sequence[Tensor],
-    gy: Tensor,
-) -> tuple[Tensor | None, ...]:
-    plan, needs = ctx.plan, ctx.needs_input_grad[2:]
+# Function.apply without its look-out for torch.func, in which no call comes here (checks.plain).
+apply = super(torch.autograd.Function, Fused).apply
+
+
+def _gradients(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
+    plan, recompute, biases, versions, addresses = ctx.call
+    saved, needs = ctx.saved_tensors, ctx.needs_input_grad[2:]
+    layers = len(biases)
+    x, weights, kept = saved[0], saved[1 : 1 + layers], saved[1 + layers :]
     differentiable = torch.is_grad_enabled()
-    if differentiable or ctx.recompute:
-        _check_unchanged(biases, ctx.bias_versions)
+    if differentiable or recompute:
+        _check_unchanged(biases, versions)
     if differentiable or _stands_for_more(gy):
         return _by_pytorch(plan, x, weights, biases, needs, gy, differentiable)
     if gy.is_neg():
         gy = gy.resolve_neg()
+    if addresses != [t.data_ptr() for t in saved]:
+        # Hooks on saved tensors (offloading) may hand back copies that lie in memory in another way.
+        kept = [plan.launchers.common.as_contiguous(t, t.shape[-1]) for t in kept]
+        plan = plans.find(plan.op, plan.activation, x, weights, biases)
+    elif x.dim() != 2:
+        kept = [t if t.dim() == 2 else t.view(-1, t.shape[-1]) for t in kept]
     if plan.precision and plan.precision != plans.fp32_precision():
         # Products follow the setting of this moment; forward ran under another.
         plan = plans.find(plan.op, plan.activation, x, weights, biases)
-    elif ctx.addresses != [t.data_ptr() for t in (x, *weights)]:
-        # Hooks on saved tensors (offloading) may hand back copies that lie in memory in another way.
-        plan = plans.find(plan.op, plan.activation, x, weights, biases)
     if plan.eager_reason is not None:
         return _by_pytorch(plan, x, weights, biases, needs, gy, differentiable)
-    as_contiguous = plan.launchers.common.as_contiguous
-    kept = [as_contiguous(t, t.shape[-1]) for t in kept]
     grads = OPERATIONS[plan.op].backward(plan, gy, x, weights, biases, kept, needs)
     if x.dim() == 2 or grads[0] is None:
         return grads  # type: ignore[no-any-return]

@@ -21,7 +21,7 @@ from torch import Tensor
 from . import checks
 from . import plan as plans
 from .activations import Activation, resolve_activation
-from .autograd import Fused
+from .autograd import apply as apply_fused
 from .explain import note_eager, note_plan
 from .operations import OPERATIONS
 
@@ -195,7 +195,7 @@ def _fused(
     plan: plans.Plan, x: Tensor, weights: tuple[Tensor, ...], biases: tuple[Tensor | None, ...], recompute: bool
 ) -> Tensor:
     if torch.is_grad_enabled() and _requires_grad(x, weights, biases):
-        return Fused.apply(plan, recompute, x, *weights, *biases)  # type: ignore[no-any-return]
+        return apply_fused(plan, recompute, x, *weights, *biases)  # type: ignore[no-any-return]
     y, _ = OPERATIONS[plan.op].forward(plan, x, weights, biases, False)
     return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[1])  # type: ignore[no-any-return]
 

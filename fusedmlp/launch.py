@@ -26,7 +26,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 _launcher: Any = None
 try:
     if os.environ.get("FUSEDMLP_LAUNCHER", "") != "triton":
-        from . import _launcher  # type: ignore[attr-defined,no-redef]
+        from . import _launcher  # type: ignore[no-redef]
 except ImportError:  # not built: no compiler where the package was installed
     pass
 

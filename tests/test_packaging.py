@@ -100,7 +100,7 @@ def imports_of(path: Path, tree: ast.AST) -> set[tuple[str, bool]]:
 
 
 def is_room(name: str) -> bool:
-    return (PACKAGE / f"{name}.py").is_file() or (PACKAGE / name).is_dir()
+    return any((PACKAGE / f"{name}{end}").exists() for end in (".py", ".pyi", ""))  # .pyi: a compiled one
 
 
 def may_import(importer: str, imported: str, when_called: bool = False) -> bool:
@@ -194,7 +194,7 @@ def test_wheel_is_built_without_a_compiler_too(tmp_path: Path):
 
 
 def test_wheel_holds_the_package_and_nothing_else(wheel: zipfile.ZipFile):
-    data = [path for end in ("*.json", "*.txt") for path in PACKAGE.rglob(end)]
+    data = [path for end in ("*.json", "*.txt", "*.pyi") for path in PACKAGE.rglob(end)]
     expected = {path.relative_to(ROOT).as_posix() for path in [*SOURCES, *data, PACKAGE / "py.typed"]}
     found = {name for name in wheel.namelist() if ".dist-info/" not in name}
     assert found == expected

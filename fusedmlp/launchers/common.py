@@ -51,6 +51,11 @@ def as_contiguous(x: Tensor, width: int) -> Tensor:
     return rows if rows.data_ptr() % 16 == 0 else rows.clone()
 
 
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``F.linear`` of a [M, K] tensor, as the product that it comes to."""
+    return torch.mm(x, weight.t()) if bias is None else torch.addmm(bias, x, weight.t())
+
+
 def row_stride(x: Tensor) -> int:
     """Of a [M, K] tensor; a single row has none that matters."""
     return x.stride(0) if x.shape[0] > 1 else x.shape[1]

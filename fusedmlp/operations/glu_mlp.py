@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .. import reference as plain
@@ -53,7 +52,7 @@ def forward(
 ) -> tuple[Tensor, list[Tensor]]:
     h, gate_up = plan.launchers.glu.glu_forward(plan, x, weights[0], weights[1], biases[0], biases[1], save)
     assert h is not None
-    return F.linear(h, weights[2], biases[2]), [] if gate_up is None else [gate_up]
+    return plan.launchers.common.linear(h, weights[2], biases[2]), [] if gate_up is None else [gate_up]
 
 
 def backward(
@@ -76,7 +75,7 @@ def backward(
         _, gate_up = run.glu_forward(plan, x, gate, up, biases[0], biases[1], save=True, store_h=False)
         assert gate_up is not None
     dx = dwg = dwu = dwd = dbg = dbu = dbd = None
-    if any((needs_x, needs_gate, needs_up, needs_bg, needs_bu)):
+    if needs_x or needs_gate or needs_up or needs_bg or needs_bu:
         hidden = run.glu_backward(plan, gy, down, gate_up, needs_down, needs_bg or needs_bu, needs_bd)
         dgate_up, h, dbg, dbu, dbd = hidden
         if needs_down:
@@ -101,8 +100,9 @@ def _weight_grads(
     H, D = gate.shape
     rows = plan.launchers.common.as_rows(x, D, tma=False)
     if needs_gate and needs_up:
-        both = torch.mm(dgate_up.t(), rows)
-        return both[:H], both[H:]
+        # Nobody else sees the product, so its halves need not be views that know of it.
+        dwg, dwu = torch.unsafe_split(torch.mm(dgate_up.t(), rows), H)
+        return dwg, dwu
     if needs_gate:
         return torch.mm(dgate_up[:, :H].t(), rows), None
     return None, torch.mm(dgate_up[:, H:].t(), rows)

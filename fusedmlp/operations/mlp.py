@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .. import reference as plain
@@ -49,7 +48,7 @@ def forward(
     plan: Plan, x: Tensor, weights: Sequence[Tensor], biases: Biases, save: bool
 ) -> tuple[Tensor, list[Tensor]]:
     a, saved = linear_act.forward(plan, x, weights, biases, save)
-    return F.linear(a, weights[1], biases[1]), saved
+    return plan.launchers.common.linear(a, weights[1], biases[1]), saved
 
 
 def backward(

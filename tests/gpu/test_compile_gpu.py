@@ -18,6 +18,7 @@ def device() -> torch.device:
     return torch.device("cuda")
 
 
+@pytest.mark.usefixtures("lone_layers_fused")
 class TestCompile(CompileSuite):
     pass
 

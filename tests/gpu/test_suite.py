@@ -37,25 +37,31 @@ def test_accuracy_of_each_family(case, device, family):
         check_op(case, device)
 
 
+@pytest.mark.usefixtures("lone_layers_fused")
 class TestFaults(FaultSuite):
     pass
 
 
+@pytest.mark.usefixtures("lone_layers_fused")
 class TestAutograd(AutogradSuite):
     pass
 
 
+@pytest.mark.usefixtures("lone_layers_fused")
 class TestSavedMemory(SavedMemorySuite):
     pass
 
 
+@pytest.mark.usefixtures("lone_layers_fused")
 class TestAutocast(AutocastSuite):
     pass
 
 
+@pytest.mark.usefixtures("lone_layers_fused")
 class TestFunctorch(FunctorchSuite):
     pass
 
 
+@pytest.mark.usefixtures("lone_layers_fused")
 class TestBadInput(BadInputSuite):
     pass

@@ -7,5 +7,6 @@ from support.transform_suite import TransformSuite
 pytestmark = pytest.mark.gpu
 
 
+@pytest.mark.usefixtures("lone_layers_fused")
 class TestTransforms(TransformSuite):
     device = torch.device("cuda")

@@ -50,9 +50,19 @@ def tma(m: int, n: int, k: int, parts: int, warps: int, stages: int, ctas: int) 
     return Settings("tma", m, n, k, parts=parts, warps=warps, stages=stages, ctas_per_sm=ctas)
 
 
+def gluon(m: int, n: int, k: int, parts: int, warps: int, stages: int) -> Settings:
+    return Settings("gluon", m, n, k, parts=parts, warps=warps, stages=stages)
+
+
 CANDIDATES = {
     "glu": (
         Settings("pair"),
+        gluon(128, 128, 64, 1, 8, 4),
+        gluon(128, 128, 64, 2, 8, 4),
+        gluon(128, 64, 64, 1, 4, 6),
+        gluon(128, 64, 64, 1, 4, 5),
+        gluon(64, 128, 64, 1, 4, 4),
+        gluon(64, 64, 64, 1, 4, 6),
         tma(128, 128, 64, 1, 8, 4, 1),
         tma(128, 64, 64, 1, 4, 3, 2),
         tma(128, 64, 64, 1, 8, 5, 1),
@@ -65,6 +75,10 @@ CANDIDATES = {
     ),
     "glu_backward": (
         Settings("pair"),
+        gluon(128, 128, 64, 2, 4, 4),
+        gluon(128, 128, 64, 4, 4, 4),
+        gluon(64, 128, 64, 2, 4, 4),
+        gluon(64, 128, 64, 4, 4, 4),
         tma(128, 128, 64, 2, 8, 4, 1),
         tma(128, 128, 64, 4, 8, 4, 1),
         tma(128, 64, 64, 2, 4, 4, 2),
@@ -233,6 +247,16 @@ def sweep(op: str, M: int, D: int, H: int, dtype: torch.dtype, rows: list[dict[s
     return best[1] if best else None
 
 
+def merged(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The new rows, and the old ones of shapes that were not measured this time."""
+
+    def shape(row: dict[str, Any]) -> tuple[Any, ...]:
+        return tuple(row[name] for name in ("op", "dtype", "precision", "M", "N", "K"))
+
+    measured = {shape(row) for row in new}
+    return [row for row in old if shape(row) not in measured] + new
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
@@ -262,7 +286,9 @@ def main() -> int:
                     row = {"op": op, "dtype": dtype, "precision": "", "M": M, "N": N, "K": K}
                     table.append({**row, "settings": asdict(found)})
     slug = info(torch.device("cuda")).slug
-    out = Path(args.out) if args.out else common.ROOT / "fusedmlp" / "settings" / f"{slug}.json"
+    shipped = common.ROOT / "fusedmlp" / "settings" / f"{slug}.json"
+    out = Path(args.out) if args.out else shipped
+    table = merged(json.loads(shipped.read_text())["rows"] if shipped.is_file() else [], table)
     lines = ",\n".join(json.dumps(row) for row in table)
     out.write_text(f'{{"gpu": {json.dumps(gpu)}, "rows": [\n{lines}\n]}}\n')
     log = common.write(common.result("sweep", measured, common.ceilings(), gpu), args.log)

@@ -57,14 +57,36 @@ class Tile(NamedTuple):
     offset: int = 0
 
 
-def _descriptor(tile: Tile, tensor: Tensor | tuple[Tensor, Tensor]) -> TensorDescriptor:
+def _descriptor(tile: Tile, tensor: Tensor | tuple[Tensor, Tensor], gluon: bool = False) -> Any:
     if isinstance(tensor, tuple):
         lower, upper = sorted(tensor, key=lambda t: t.data_ptr())
         distance = (upper.data_ptr() - lower.data_ptr()) // lower.element_size()
         return TensorDescriptor(lower, list(tile.shape), [distance, *tile.strides[1:]], list(tile.block))
     if tile.offset:
         tensor = tensor.as_strided((1,), (1,), tensor.storage_offset() + tile.offset)
+    if gluon:
+        return _gluon_descriptor(tile, tensor)
     return TensorDescriptor(tensor, list(tile.shape), list(tile.strides), list(tile.block))
+
+
+def _gluon_descriptor(tile: Tile, tensor: Tensor) -> Any:
+    """A Gluon kernel's descriptor says how its box lies in shared memory."""
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+
+    return GluonDescriptor(tensor, list(tile.shape), list(tile.strides), list(tile.block), gluon_layout(tile, tensor))
+
+
+def gluon_layout(tile: Tile, tensor: Tensor) -> Any:
+    """The layout of a tile in shared memory that suits wgmma: the widest swizzle that its rows allow."""
+    from triton.experimental.gluon import language as gl
+
+    dtype = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[tensor.dtype]
+    return gl.NVMMASharedLayout.get_default_for(list(tile.block), dtype)
+
+
+def is_gluon(kernel: Any) -> bool:
+    """Whether a kernel is written in Gluon."""
+    return bool(getattr(kernel, "is_gluon", lambda: False)())
 
 
 class Launch:
@@ -165,7 +187,8 @@ class Launch:
         return call
 
     def _public(self, args: tuple[Any, ...]) -> list[Any]:
-        return [_descriptor(self.tiles[i], a) if i in self.tiles else a for i, a in enumerate(args)]
+        gluon = is_gluon(self.kernel)
+        return [_descriptor(self.tiles[i], a, gluon) if i in self.tiles else a for i, a in enumerate(args)]
 
     def _adopt(self, compiled: Any, device_index: int, args: tuple[Any, ...]) -> None:
         """Take the fastest path that this compiled kernel offers."""

@@ -128,7 +128,7 @@ def test_the_heuristic_stays_near_the_measured_best():
     ratios = []
     for (op, M, D, H), times in measured.items():
         N, K = (D, H) if op == "dual_dgrad" else (H, D)
-        family = heuristic.family(op, M, N, K, torch.bfloat16, True, UNKNOWN)
+        family = heuristic.family(op, M, N, K, torch.bfloat16, True, False, UNKNOWN)
         chosen = str(heuristic.settings(op, M, N, K, torch.bfloat16, family, UNKNOWN))
         if chosen in times:
             ratios.append(times[chosen] / min(times.values()))

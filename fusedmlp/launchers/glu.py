@@ -12,6 +12,7 @@ from ..kernels.pointwise import glu_act_backward, glu_act_forward
 from ..launch import Launch, barrier_counters
 from ..plan import Plan
 from ..settings import Settings
+from ..settings.device import info
 from .common import (
     as_rows,
     ceil_div,
@@ -48,6 +49,8 @@ def _glu_launch(
     block = (settings.block_m, settings.block_n, settings.block_k, settings.group)
     flags = (plan.activation.name, gate_bias is not None, up_bias is not None, save, store_h)
     options = launch_options(settings)
+    if settings.family == "gluon":
+        return _glu_gluon_launch(plan, settings, tiles, x, gate_weight, h, save)
     if not tma:
         constants = (*block, *flags, plan.fast_math, plan.dot_precision)
         return Launch(glu_pointer, tiles, constants, **options)
@@ -64,6 +67,35 @@ def _glu_launch(
     return Launch(glu_tma, grid, (*block, *flags, up_first, plan.fast_math, True), tiles_of, **options)
 
 
+def _glu_gluon_launch(
+    plan: Plan, settings: Settings, tiles: int, x: Tensor, gate_weight: Tensor, h: Tensor | None, save: bool
+) -> Launch:
+    from ..kernels.gluon.glu import glu_gluon
+
+    M, H = x.shape[0], gate_weight.shape[0]
+    pingpong = settings.warps == 4
+    columns = settings.block_n // settings.parts
+    weight_tile = rows_tile(gate_weight, settings.block_n, settings.block_k)
+    gate_tile, up_tile = half_tiles(M, H, settings.block_m, columns)
+    tiles_of = {
+        0: rows_tile(x, settings.block_m, settings.block_k),
+        1: weight_tile,
+        2: weight_tile,
+        # The kernel takes the columns of a store from h's descriptor, also where it stores none.
+        5: gate_tile if h is None else rows_tile(h, settings.block_m, columns),
+    }
+    if save:
+        tiles_of |= {6: gate_tile, 7: up_tile}
+    operands = settings.stages * (settings.block_m + 2 * settings.block_n) * settings.block_k
+    store = (2 if pingpong else 1) * settings.block_m * columns
+    room = (info(plan.device).shared - 1024) // x.element_size() - operands  # barriers need less than a kilobyte
+    buffers = max(1, min(2, room // store))
+    flags = (plan.activation.name, save, h is not None, plan.fast_math, pingpong)
+    constants = (settings.stages, buffers, settings.group, *flags)
+    grid = persistent_grid(plan, tiles, settings)
+    return Launch(glu_gluon, grid, constants, tiles_of, num_warps=settings.warps)
+
+
 def glu_forward(
     plan: Plan,
     x: Tensor,
@@ -77,11 +109,11 @@ def glu_forward(
     """``(h [M, H] or None, gate_up [M, 2H] or None)``; x of any rank with last dimension D."""
     settings = plan.settings["forward"]
     H, D = gate_weight.shape
-    tma = settings.family == "tma"
+    tma, gluon = settings.family == "tma", settings.family == "gluon"
     up_first = pair_order(plan, gate_weight, up_weight) if tma else None
     if tma and up_first is None:
         settings, tma = plan.settings["forward.apart"], False
-    x = as_rows(x, D, tma)
+    x = as_rows(x, D, tma or gluon)
     M = x.shape[0]
     if settings.family == "pair":
         return _glu_pair(plan, x, gate_weight, up_weight, gate_bias, up_bias, save, store_h)
@@ -98,6 +130,9 @@ def glu_forward(
         weights = (gate_weight, up_weight)
         h_like = gate_up if h is None else h
         launch(plan.device_index, x, weights, gate_bias, up_bias, h_like, gate_up, gate_up, M, H, D)
+    elif gluon:
+        h_like = gate_up if h is None else h
+        launch(plan.device_index, x, gate_weight, up_weight, gate_bias, up_bias, h_like, gate_up, gate_up, M, H, D)
     else:
         strides = (row_stride(x), row_stride(gate_weight), row_stride(up_weight))
         weights = (gate_weight, up_weight)
@@ -161,6 +196,8 @@ def _glu_backward_launch(
     M, H, store_h, biases = gy.shape[0], down_weight.shape[1], h is not None, bias_grad or down_bias_grad
     tma = settings.family == "tma"
     tiles = ceil_div(M, settings.block_m) * ceil_div(H, settings.block_n)
+    if settings.family == "gluon":
+        return _glu_backward_gluon_launch(plan, settings, tiles, gy, down_weight, h)
     block = (settings.block_m, settings.block_n, settings.block_k, settings.group)
     flags = (plan.activation.name, store_h, bias_grad, down_bias_grad, plan.fast_math)
     options = launch_options(settings, cooperative=biases)
@@ -180,6 +217,30 @@ def _glu_backward_launch(
     if h is not None:
         tiles_of[6] = rows_tile(h, settings.block_m, settings.block_n // settings.parts)
     return Launch(glu_backward_tma, grid, (*block, settings.parts, *flags, True), tiles_of, **options)
+
+
+def _glu_backward_gluon_launch(
+    plan: Plan, settings: Settings, tiles: int, gy: Tensor, down_weight: Tensor, h: Tensor | None
+) -> Launch:
+    from ..kernels.gluon.glu_backward import glu_backward_gluon
+
+    M, H = gy.shape[0], down_weight.shape[1]
+    rows, columns = min(settings.block_m, 64), settings.block_n // settings.parts
+    gate_tile, up_tile = half_tiles(M, H, rows, columns)
+    tiles_of = {
+        0: rows_tile(gy, settings.block_m, settings.block_k),
+        1: rows_tile(down_weight, settings.block_k, settings.block_n),
+        2: gate_tile,
+        3: up_tile,
+        4: gate_tile,
+        5: up_tile,
+        # The kernel takes the chunk from h's descriptor, also where it stores none.
+        6: gate_tile if h is None else rows_tile(h, rows, columns),
+    }
+    slots = 128 // columns  # chunks that a warpgroup keeps loaded ahead
+    constants = (settings.stages, slots, settings.group, plan.activation.name, h is not None, plan.fast_math)
+    grid = persistent_grid(plan, tiles, settings)
+    return Launch(glu_backward_gluon, grid, constants, tiles_of, num_warps=settings.warps)
 
 
 def glu_backward(
@@ -228,6 +289,9 @@ def glu_backward(
     if tma:
         halves = (gate_up, gate_up, dgate_up, dgate_up)
         launch(plan.device_index, gy, down_weight, *halves, h, gy, *sums, M, H, D_out, gy_parts)
+    elif settings.family == "gluon":
+        halves = (gate_up, gate_up, dgate_up, dgate_up)
+        launch(plan.device_index, gy, down_weight, *halves, dgate_up if h is None else h, M, H, D_out)
     else:
         launch(
             plan.device_index,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from . import device, heuristic, tables
-from .types import FAMILIES, OPS, Settings
+from .types import FAMILIES, GLUON_OPS, OPS, Settings
 
 __all__ = ["FAMILIES", "OPS", "Settings", "calculate_settings", "override", "overridden"]
 
@@ -55,6 +55,7 @@ def calculate_settings(
     *,
     precision: str = "ieee",
     tma: bool = True,
+    gluon: bool = True,
 ) -> Settings:
     """Settings for one kernel at one shape.
 
@@ -65,6 +66,7 @@ def calculate_settings(
         device_: where it runs; a CPU means Triton's interpreter.
         precision: of an fp32 product: ``"ieee"`` or ``"tf32"``; ignored for the 16-bit dtypes.
         tma: False where a pointer or stride is no multiple of 16 bytes, which TMA descriptors need.
+        gluon: False where something is asked for that the Gluon kernels lack (bias gradients).
 
     Raises:
         ValueError: an unknown op.
@@ -74,12 +76,15 @@ def calculate_settings(
     info = device.info(torch.device(device_))
     aligned = tma
     tma = tma and info.has_tma and heuristic.tma_dtype(dtype)
+    gluon = gluon and tma and info.has_wgmma and op in GLUON_OPS
     forced = dict(overridden())
     family = forced.pop("family", None)
+    if family == "gluon" and not gluon:
+        family = "tma"
     if family == "tma" and not tma:
         family = "pointer"
-    found = tables.lookup(info.slug, op, M, N, K, dtype, precision, tma) if family is None else None
+    found = tables.lookup(info.slug, op, M, N, K, dtype, precision, tma, gluon) if family is None else None
     if found is None:
-        family = family or heuristic.family(op, M, N, K, dtype, tma, info)
+        family = family or heuristic.family(op, M, N, K, dtype, tma, gluon, info)
         found = heuristic.settings(op, M, N, K, dtype, family, info, aligned)
     return replace(found, **forced) if forced else found

@@ -30,6 +30,21 @@ class DeviceInfo:
         """TMA, and the shared memory that the TMA tiles count on: consumer GPUs of 12.x have the one, not the other."""
         return self.capability >= (9, 0) and self.shared >= 200 * 1024
 
+    @property
+    def has_wgmma(self) -> bool:
+        """The warpgroup products that the Gluon kernels are written for: 9.x alone. Newer ones have another kind."""
+        return self.capability[0] == 9 and self.slug != "interpreter" and _has_gluon()
+
+
+@cache
+def _has_gluon() -> bool:
+    """Gluon with what the kernels need of Hopper: from Triton 3.6 on."""
+    try:
+        from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
 
 # What Triton's interpreter runs on: kernels of every family, one program at a time.
 INTERPRETER = DeviceInfo("interpreter", (9, 0), 1)

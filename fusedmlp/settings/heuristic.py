@@ -21,9 +21,11 @@ def tma_dtype(dtype: torch.dtype) -> bool:
 _PAIR_FROM = {"glu_backward": 3e10}
 
 
-def family(op: str, M: int, N: int, K: int, dtype: torch.dtype, tma: bool, info: DeviceInfo) -> str:
+def family(op: str, M: int, N: int, K: int, dtype: torch.dtype, tma: bool, gluon: bool, info: DeviceInfo) -> str:
     if op == "relu_stack":
         return "pointer"
+    if gluon and M > 256:
+        return "gluon"
     if info.slug == "interpreter":
         return "tma" if tma else "pointer"
     if dtype == torch.float32:
@@ -46,6 +48,8 @@ def settings(
         return _relu_stack(dtype, aligned)
     if family == "pair":
         return Settings("pair")
+    if family == "gluon":
+        return _gluon(op, M, N, K)
     if family == "pointer":
         return _pointer(op, M, N, dtype, aligned)
     found = _TMA[op](M, N, K)
@@ -80,6 +84,14 @@ def _pointer(op: str, M: int, N: int, dtype: torch.dtype, aligned: bool) -> Sett
     if M <= 512:
         return Settings("pointer", 64, 64, 64 if aligned else 32, warps=4, stages=3)
     return Settings("pointer", 128, 128 if aligned else 64, 32, warps=8, stages=3)
+
+
+def _gluon(op: str, M: int, N: int, K: int) -> Settings:
+    if op == "glu_backward":
+        return Settings("gluon", 128, 128, 64, parts=2, warps=4, stages=4)
+    if K >= 2048 and _tiles(M, N, 128, 128) >= 400:
+        return Settings("gluon", 128, 128, 64, warps=8, stages=4)
+    return Settings("gluon", 128, 64, 64, warps=4, stages=6)
 
 
 def _tma(m: int, n: int, k: int, *, parts: int = 1, warps: int = 4, stages: int = 4, ctas: int = 1) -> Settings:

@@ -47,7 +47,7 @@ def load(slug: str) -> dict[_Key, list[tuple[int, Settings]]]:
 
 
 def lookup(
-    slug: str, op: str, M: int, N: int, K: int, dtype: torch.dtype, precision: str, tma: bool
+    slug: str, op: str, M: int, N: int, K: int, dtype: torch.dtype, precision: str, tma: bool, gluon: bool = False
 ) -> Settings | None:
     """The measured settings for a shape, or None; beyond the largest M of the table its last row holds."""
     dtype_name = str(dtype).removeprefix("torch.")
@@ -57,4 +57,4 @@ def lookup(
         return None
     at = min(bisect_left([m for m, _ in rows], M), len(rows) - 1)
     settings = rows[at][1]
-    return None if settings.family == "tma" and not tma else settings
+    return None if (settings.family, False) in (("tma", tma), ("gluon", gluon)) else settings

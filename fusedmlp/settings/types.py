@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# tma: persistent, TMA descriptors (sm_90 and newer). pointer: plain loads. pair: cuBLAS and one pointwise kernel.
-FAMILIES = ("tma", "pointer", "pair")
+# gluon: warp-specialised (9.x). tma: persistent, TMA descriptors (9.0 and newer). pointer: plain loads. pair: cuBLAS
+# and one pointwise kernel.
+FAMILIES = ("gluon", "tma", "pointer", "pair")
+# What has a Gluon kernel.
+GLUON_OPS = ("glu", "glu_backward")
 
 OPS = ("linear_act", "glu", "glu_backward", "act_backward", "dual_dgrad", "relu_stack")
 

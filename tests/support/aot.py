@@ -19,6 +19,7 @@ from torch import Tensor
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 from fusedmlp import launch, launchers, plan, settings
 from fusedmlp.launchers import glu as glu_launcher
@@ -93,9 +94,10 @@ def _type_of(value: Any) -> str:
     return "i32" if -(2**31) <= value < 2**31 else "i64"
 
 
-def _tile_type(tile: launch.Tile, value: Any) -> str:
-    dtype = (value[0] if isinstance(value, tuple) else value).dtype
-    return f"tensordesc<{_NAMES[dtype]}[{','.join(map(str, tile.block))}]>"
+def _tile_type(tile: launch.Tile, value: Any, gluon: bool) -> str:
+    tensor = value[0] if isinstance(value, tuple) else value
+    layout = f",{launch.gluon_layout(tile, tensor)!r}" if gluon else ""
+    return f"tensordesc<{_NAMES[tensor.dtype]}[{','.join(map(str, tile.block))}]{layout}>"
 
 
 def record(sink: list[Recorded]) -> Any:
@@ -108,7 +110,7 @@ def record(sink: list[Recorded]) -> Any:
         divisible: list[int] = []
         for i, value in enumerate(args):
             if i in self.tiles:
-                signature.append(_tile_type(self.tiles[i], value))
+                signature.append(_tile_type(self.tiles[i], value, launch.is_gluon(kernel)))
                 continue
             fixed = value is None or (isinstance(value, int) and value == 1)
             if fixed and not kernel.params[i].do_not_specialize:
@@ -145,7 +147,7 @@ def pretended(info: DeviceInfo) -> Iterator[list[Recorded]]:
         self.fast_math = self.dtype != torch.float32
         self.dot_precision = self.precision or "ieee"
         self.launchers = None
-        self.pairs = False
+        self.pairs = self.biased = False
 
     with ExitStack() as stack:
         for module in (settings.device, plan, launchers.common):
@@ -167,7 +169,8 @@ def compile_for(entry: Recorded, capability: int, capfd: Any) -> Report:
     signature = dict(zip(kernel.arg_names, entry.signature, strict=True))
     constants = {(i,): value for i, value in entry.constants}
     attributes = {(i,): [["tt.divisibility", 16]] for i in entry.divisible}
-    source = ASTSource(kernel, signature, constants, attributes)
+    kind = GluonASTSource if launch.is_gluon(kernel) else ASTSource
+    source = kind(kernel, signature, constants, attributes)
     capfd.readouterr()
     with knobs.nvidia.scope(), knobs.compilation.scope():
         knobs.nvidia.dump_ptxas_log = True

@@ -1,0 +1,289 @@
+"""Gated backward, warp-specialised: dH = dY Wd, with dGate, dUp and the hidden activation made in the epilogue.
+
+One warp loads the operands of the product, one more for each of two warpgroups the gate and up chunks that its epilogue
+will need. The warpgroups take tiles in turns, so that the epilogue of one, which is memory traffic, runs under the
+products of the other. A chunk's dGate and dUp take the place of its gate and up in shared memory and leave from there.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+from ..activations import activate_grad, times_derivative
+from ..common import round_as_stored
+from .common import (
+    async_load,
+    async_store,
+    column_halves,
+    finish,
+    multiply,
+    new_barriers,
+    pass_turn,
+    release,
+    row_halves,
+    take_turn,
+    tile_of,
+    wait_empty,
+    wait_full,
+)
+
+
+@gluon.jit
+def _load_operands(gy_desc, w_desc, a_bufs, b_bufs, full, empty, M, H, K, STAGES: gl.constexpr, GROUP: gl.constexpr):
+    BLOCK_M: gl.constexpr = gy_desc.block_type.shape[0]
+    BLOCK_K: gl.constexpr = gy_desc.block_type.shape[1]
+    BLOCK_N: gl.constexpr = w_desc.block_type.shape[1]
+    tiles_m = gl.cdiv(M, BLOCK_M)
+    tiles_n = gl.cdiv(H, BLOCK_N)
+    steps = gl.cdiv(K, BLOCK_K)
+    i = 0
+    for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
+        pid_m, pid_n = tile_of(tile, tiles_m, tiles_n, GROUP)
+        for k in range(steps):
+            wait_empty(empty, i, STAGES)
+            bar = full.index(i % STAGES)
+            mbarrier.expect(bar, gy_desc.block_type.nbytes + w_desc.block_type.nbytes)
+            async_load(gy_desc, [pid_m * BLOCK_M, k * BLOCK_K], bar, a_bufs.index(i % STAGES))
+            async_load(w_desc, [k * BLOCK_K, pid_n * BLOCK_N], bar, b_bufs.index(i % STAGES))
+            i += 1
+
+
+@gluon.jit
+def _load_chunks(
+    gate_desc,
+    up_desc,
+    bufs,
+    full,
+    empty,
+    M,
+    H,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    SLOTS: gl.constexpr,
+    GROUP: gl.constexpr,
+    WHO: gl.constexpr,
+):
+    """Gate and up of the tiles of warpgroup WHO, in the order in which its epilogue takes them."""
+    ROWS: gl.constexpr = gate_desc.block_type.shape[0]
+    COLUMNS: gl.constexpr = gate_desc.block_type.shape[1]
+    ACROSS: gl.constexpr = BLOCK_N // COLUMNS
+    CHUNKS: gl.constexpr = (BLOCK_M // ROWS) * ACROSS
+    tiles_m = gl.cdiv(M, BLOCK_M)
+    tiles_n = gl.cdiv(H, BLOCK_N)
+    programs = gl.num_programs(0)
+    i = 0
+    for tile in range(gl.program_id(0) + WHO * programs, tiles_m * tiles_n, 2 * programs):
+        pid_m, pid_n = tile_of(tile, tiles_m, tiles_n, GROUP)
+        for c in range(CHUNKS):
+            row = pid_m * BLOCK_M + (c // ACROSS) * ROWS
+            column = pid_n * BLOCK_N + (c % ACROSS) * COLUMNS
+            wait_empty(empty, i, SLOTS)
+            bar = full.index(i % SLOTS)
+            mbarrier.expect(bar, gate_desc.block_type.nbytes + up_desc.block_type.nbytes)
+            slot = bufs.index(i % SLOTS)
+            async_load(gate_desc, [row, column], bar, slot.slice(0, ROWS))
+            async_load(up_desc, [row, column], bar, slot.slice(ROWS, ROWS))
+            i += 1
+
+
+@gluon.jit
+def _chunk(
+    dh,
+    dgate_desc,
+    dup_desc,
+    h_desc,
+    bufs,
+    h_buf,
+    full,
+    empty,
+    i,
+    row,
+    column,
+    SLOTS: gl.constexpr,
+    ACT: gl.constexpr,
+    STORE_H: gl.constexpr,
+    FAST_MATH: gl.constexpr,
+    FIRST: gl.constexpr,
+):
+    """The epilogue of one chunk, the warpgroup's ``i``-th. FIRST of a tile: no slot of it waits to be given back."""
+    ROWS: gl.constexpr = h_desc.block_type.shape[0]
+    DTYPE: gl.constexpr = h_desc.dtype
+    wait_full(full, i, SLOTS)
+    slot = bufs.index(i % SLOTS)
+    gate = slot.slice(0, ROWS).load(dh.type.layout).to(gl.float32)
+    up = slot.slice(ROWS, ROWS).load(dh.type.layout).to(gl.float32)
+    dh = round_as_stored(dh, DTYPE)
+    a, d = activate_grad(gate, ACT, FAST_MATH)
+    a = round_as_stored(a, DTYPE)
+    dgate = times_derivative(round_as_stored(dh * up, DTYPE), d, ACT).to(DTYPE)
+    dup = (dh * a).to(DTYPE)
+    h = (a * up).to(DTYPE)
+    if not FIRST:  # the stores of the chunk before have read its slot and the buffer of h
+        tma.store_wait(0)
+        release(empty, i + SLOTS - 1, SLOTS)
+    slot.slice(0, ROWS).store(dgate)
+    slot.slice(ROWS, ROWS).store(dup)
+    if STORE_H:
+        h_buf.store(h)
+    fence_async_shared()
+    async_store(dgate_desc, [row, column], slot.slice(0, ROWS))
+    async_store(dup_desc, [row, column], slot.slice(ROWS, ROWS))
+    if STORE_H:
+        async_store(h_desc, [row, column], h_buf)
+
+
+@gluon.jit
+def _band(
+    dh,
+    dgate_desc,
+    dup_desc,
+    h_desc,
+    bufs,
+    h_buf,
+    full,
+    empty,
+    i,
+    row,
+    column,
+    WIDTH: gl.constexpr,
+    SLOTS: gl.constexpr,
+    ACT: gl.constexpr,
+    STORE_H: gl.constexpr,
+    FAST_MATH: gl.constexpr,
+    FIRST: gl.constexpr,
+):
+    """All chunks of dh [chunk rows, WIDTH], left to right; returns the number of the next chunk."""
+    ROWS: gl.constexpr = h_desc.block_type.shape[0]
+    # fmt: off
+    if WIDTH == h_desc.block_type.shape[1]:
+        _chunk(dh, dgate_desc, dup_desc, h_desc, bufs, h_buf, full, empty, i, row, column,
+               SLOTS, ACT, STORE_H, FAST_MATH, FIRST)
+        i += 1
+    else:
+        HALF: gl.constexpr = WIDTH // 2
+        left, right = column_halves(dh, ROWS, HALF)
+        i = _band(left, dgate_desc, dup_desc, h_desc, bufs, h_buf, full, empty, i, row, column,
+                  HALF, SLOTS, ACT, STORE_H, FAST_MATH, FIRST)
+        i = _band(right, dgate_desc, dup_desc, h_desc, bufs, h_buf, full, empty, i, row, column + HALF,
+                  HALF, SLOTS, ACT, STORE_H, FAST_MATH, False)
+    # fmt: on
+    return i
+
+
+@gluon.jit
+def _consume(
+    dgate_desc,
+    dup_desc,
+    h_desc,
+    a_bufs,
+    b_bufs,
+    full,
+    empty,
+    turns,
+    bufs,
+    h_buf,
+    chunk_full,
+    chunk_empty,
+    M,
+    H,
+    K,
+    STAGES: gl.constexpr,
+    SLOTS: gl.constexpr,
+    GROUP: gl.constexpr,
+    ACT: gl.constexpr,
+    STORE_H: gl.constexpr,
+    FAST_MATH: gl.constexpr,
+    WHO: gl.constexpr,
+):
+    """Warpgroup WHO: every second tile of the program, the product and then its epilogue."""
+    BLOCK_M: gl.constexpr = a_bufs.shape[1]
+    BLOCK_K: gl.constexpr = a_bufs.shape[2]
+    BLOCK_N: gl.constexpr = b_bufs.shape[2]
+    ROWS: gl.constexpr = h_desc.block_type.shape[0]
+    layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, BLOCK_N, 16]
+    )
+    tiles_m = gl.cdiv(M, BLOCK_M)
+    tiles_n = gl.cdiv(H, BLOCK_N)
+    steps = gl.cdiv(K, BLOCK_K)
+    programs = gl.num_programs(0)
+    step = WHO * steps  # of the ring that both warpgroups share, in tile order
+    own_tile = 0
+    i = 0
+    for tile in range(gl.program_id(0) + WHO * programs, tiles_m * tiles_n, 2 * programs):
+        pid_m, pid_n = tile_of(tile, tiles_m, tiles_n, GROUP)
+        row = pid_m * BLOCK_M
+        column = pid_n * BLOCK_N
+        acc = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout)
+        take_turn(turns, own_tile, WHO)
+        acc = multiply(acc, a_bufs, b_bufs, full, empty, step, steps, STAGES, False)
+        pass_turn(turns, WHO)
+        acc = finish(acc, empty, step + steps, STAGES)
+        # fmt: off
+        if ROWS == BLOCK_M:
+            i = _band(acc, dgate_desc, dup_desc, h_desc, bufs, h_buf, chunk_full, chunk_empty, i, row, column,
+                      BLOCK_N, SLOTS, ACT, STORE_H, FAST_MATH, True)
+        else:
+            gl.static_assert(2 * ROWS == BLOCK_M)
+            upper, lower = row_halves(acc, ROWS, BLOCK_N)
+            i = _band(upper, dgate_desc, dup_desc, h_desc, bufs, h_buf, chunk_full, chunk_empty, i, row, column,
+                      BLOCK_N, SLOTS, ACT, STORE_H, FAST_MATH, True)
+            i = _band(lower, dgate_desc, dup_desc, h_desc, bufs, h_buf, chunk_full, chunk_empty, i, row + ROWS,
+                      column, BLOCK_N, SLOTS, ACT, STORE_H, FAST_MATH, False)
+        # fmt: on
+        tma.store_wait(0)
+        release(chunk_empty, i + SLOTS - 1, SLOTS)
+        step += 2 * steps
+        own_tile += 1
+
+
+@gluon.jit(do_not_specialize=["M"])
+def glu_backward_gluon(
+    gy_desc,
+    w_desc,
+    gate_desc,
+    up_desc,
+    dgate_desc,
+    dup_desc,
+    h_desc,
+    M,
+    H,
+    K,
+    STAGES: gl.constexpr,
+    SLOTS: gl.constexpr,
+    GROUP: gl.constexpr,
+    ACT: gl.constexpr,
+    STORE_H: gl.constexpr,
+    FAST_MATH: gl.constexpr,
+):
+    """Persistent, 4 warps (13 with the specialised ones). gy [M, K] box [BLOCK_M, BLOCK_K], w = Wd [K, H] box
+    [BLOCK_K, BLOCK_N]; gate, up, dgate, dup, h [M, H] box [chunk rows, chunk columns], rows BLOCK_M or half of it."""
+    BLOCK_M: gl.constexpr = gy_desc.block_type.shape[0]
+    BLOCK_N: gl.constexpr = w_desc.block_type.shape[1]
+    ROWS: gl.constexpr = gate_desc.block_type.shape[0]
+    COLUMNS: gl.constexpr = gate_desc.block_type.shape[1]
+    a_bufs = gl.allocate_shared_memory(gy_desc.dtype, [STAGES] + gy_desc.block_type.shape, gy_desc.layout)
+    b_bufs = gl.allocate_shared_memory(w_desc.dtype, [STAGES] + w_desc.block_type.shape, w_desc.layout)
+    full = new_barriers(STAGES, 1)
+    empty = new_barriers(STAGES, 1)
+    turns = new_barriers(2, 1)
+    bufs0 = gl.allocate_shared_memory(gate_desc.dtype, [SLOTS, 2 * ROWS, COLUMNS], gate_desc.layout)
+    bufs1 = gl.allocate_shared_memory(gate_desc.dtype, [SLOTS, 2 * ROWS, COLUMNS], gate_desc.layout)
+    h0 = gl.allocate_shared_memory(h_desc.dtype, h_desc.block_type.shape, h_desc.layout)
+    h1 = gl.allocate_shared_memory(h_desc.dtype, h_desc.block_type.shape, h_desc.layout)
+    full0 = new_barriers(SLOTS, 1)
+    full1 = new_barriers(SLOTS, 1)
+    empty0 = new_barriers(SLOTS, 1)
+    empty1 = new_barriers(SLOTS, 1)
+    fence_async_shared()  # the barriers are seen by TMA
+    # fmt: off
+    gl.warp_specialize([
+        (_consume, (dgate_desc, dup_desc, h_desc, a_bufs, b_bufs, full, empty, turns, bufs0, h0, full0, empty0, M, H, K,
+                    STAGES, SLOTS, GROUP, ACT, STORE_H, FAST_MATH, 0)),
+        (_consume, (dgate_desc, dup_desc, h_desc, a_bufs, b_bufs, full, empty, turns, bufs1, h1, full1, empty1, M, H, K,
+                    STAGES, SLOTS, GROUP, ACT, STORE_H, FAST_MATH, 1)),
+        (_load_operands, (gy_desc, w_desc, a_bufs, b_bufs, full, empty, M, H, K, STAGES, GROUP)),
+        (_load_chunks, (gate_desc, up_desc, bufs0, full0, empty0, M, H, BLOCK_M, BLOCK_N, SLOTS, GROUP, 0)),
+        (_load_chunks, (gate_desc, up_desc, bufs1, full1, empty1, M, H, BLOCK_M, BLOCK_N, SLOTS, GROUP, 1)),
+    ], [4, 1, 1, 1], [232, 40, 40, 40])
+    # fmt: on

@@ -1,0 +1,82 @@
+"""The warp-specialised kernels in the simulator of their barriers, rings and TMA accesses, against float64.
+
+The simulator knows nothing of layouts and registers; tests/test_aot.py compiles the same kernels, tests/gpu runs them.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support import gluon_sim
+from support.gluon_sim import Descriptor, launch
+from torch import Tensor
+
+from fusedmlp.activations import ACTIVATIONS
+
+BLOCK = 16
+# M, H, K, programs: ragged in all dimensions, one tile, more programs than tiles, an odd number of tiles a program.
+SHAPES = [(40, 72, 80, 2), (16, 16, 16, 1), (17, 24, 40, 7), (70, 40, 36, 3), (40, 72, 20, 1)]
+ACTS = ["gelu_tanh", "relu", "silu"]
+
+
+def poisoned(*shape: int) -> Tensor:
+    return torch.full(shape, torch.nan)
+
+
+def check(found: Tensor, exact: Tensor) -> None:
+    assert float((found.double() - exact).norm() / exact.norm()) < 2e-6
+
+
+@pytest.mark.parametrize("biases", [False, True], ids=["plain", "biases"])
+@pytest.mark.parametrize("pingpong, stages, buffers, columns", [(True, 2, 1, 16), (True, 4, 2, 8), (False, 3, 2, 8)])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_glu(shape, pingpong, stages, buffers, columns, biases):
+    kernel = gluon_sim.load("fusedmlp.kernels.gluon.glu").glu_gluon
+    M, H, K, programs = shape
+    act = ACTS[M % 3]
+    x, gate_weight, up_weight = torch.randn(M, K), torch.randn(H, K), torch.randn(H, K)
+    bias = (torch.randn(H), torch.randn(H)) if biases else (None, None)
+    gate = x.double() @ gate_weight.double().T + (bias[0].double() if biases else 0)
+    up = x.double() @ up_weight.double().T + (bias[1].double() if biases else 0)
+    for seed, (save, store_h) in enumerate([(True, True), (False, True), (True, False)]):
+        h, gate_up = poisoned(M, H), poisoned(M, 2 * H)
+        halves = gate_up[:, :H], gate_up[:, H:]
+        box = (BLOCK, columns)
+        outs = [Descriptor(t, box) for t in (h, *halves)]
+        operands = [Descriptor(t, (BLOCK, BLOCK)) for t in (x, gate_weight, up_weight)]
+        flags = (stages, buffers, 2, act, save, store_h, False, pingpong)
+        launch(kernel, programs, 4 if pingpong else 8, *operands, *bias, *outs, M, H, K, *flags, seed=seed)
+        if save:
+            check(halves[0], gate)
+            check(halves[1], up)
+        if store_h:
+            check(h, ACTIVATIONS[act].fn(gate) * up)
+        assert bool(h.isnan().all()) is not store_h
+        assert bool(gate_up.isnan().all()) is not save
+
+
+@pytest.mark.parametrize("rows, columns, stages, slots", [(8, 8, 2, 2), (16, 8, 4, 3), (8, 4, 3, 4), (16, 16, 2, 1)])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_glu_backward(shape, rows, columns, stages, slots):
+    kernel = gluon_sim.load("fusedmlp.kernels.gluon.glu_backward").glu_backward_gluon
+    M, H, K, programs = shape
+    act = ACTIVATIONS[ACTS[H % 3]]
+    gy, down = torch.randn(M, K), torch.randn(K, H)
+    gate_up = torch.randn(M, 2 * H)
+    gate, up = (t.double().requires_grad_() for t in (gate_up[:, :H], gate_up[:, H:]))
+    exact = act.fn(gate) * up
+    exact.backward(gy.double() @ down.double())
+    for seed, store_h in enumerate([True, False]):
+        h, grads, kept = poisoned(M, H), poisoned(M, 2 * H), gate_up.clone()
+        box = (rows, columns)
+        halves = (kept[:, :H], kept[:, H:], grads[:, :H], grads[:, H:], h)
+        descriptors = [Descriptor(gy, (BLOCK, BLOCK)), Descriptor(down, (BLOCK, BLOCK))]
+        descriptors += [Descriptor(t, box) for t in halves]
+        launch(kernel, programs, 4, *descriptors, M, H, K, stages, slots, 2, act.name, store_h, False, seed=seed)
+        check(grads[:, :H], gate.grad)
+        check(grads[:, H:], up.grad)
+        assert torch.equal(kept, gate_up)  # what was saved stays as it is
+        if store_h:
+            check(h, exact.detach())
+        else:
+            assert h.isnan().all()

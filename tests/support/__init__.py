@@ -1,4 +1,5 @@
-"""Shared test harness: oracle, accuracy rule, cases, layouts, poison, and repairs of Triton's interpreter."""
+"""Shared test harness: oracle, accuracy rule, cases, layouts, poison, repairs of Triton's interpreter, a simulator of
+Gluon."""
 
 import pytest
 

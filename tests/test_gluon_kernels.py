@@ -80,3 +80,43 @@ def test_glu_backward(shape, rows, columns, stages, slots):
             check(h, exact.detach())
         else:
             assert h.isnan().all()
+
+
+BACKWARD, FORWARD = "fusedmlp.kernels.gluon.glu_backward", "fusedmlp.kernels.gluon.glu"
+FAULTS = [
+    (BACKWARD, "        take_turn(turns, own_tile, WHO)\n", ""),
+    (BACKWARD, "        pass_turn(turns, WHO)\n", ""),
+    (BACKWARD, "        acc = finish(acc, empty, step + steps, STAGES)\n", ""),
+    (BACKWARD, "        step += 2 * steps\n", "        step += steps\n"),
+    (
+        BACKWARD,
+        "        tma.store_wait(0)\n        release(empty, i + SLOTS - 1",
+        "        release(empty, i + SLOTS - 1",
+    ),
+    (BACKWARD, "        tma.store_wait(0)\n        release(chunk_empty", "        release(chunk_empty"),
+    (BACKWARD, "    fence_async_shared()\n    async_store(dgate", "    async_store(dgate"),
+    (BACKWARD, "    wait_full(full, i, SLOTS)\n", ""),
+    (BACKWARD, "            wait_empty(empty, i, SLOTS)\n", ""),
+    (BACKWARD, "(c // ACROSS) * ROWS", "(c % ACROSS) * ROWS"),
+    (BACKWARD, "num_outstanding=1", "num_outstanding=2"),
+    (FORWARD, "x_desc.block_type.nbytes + 2 * gate", "x_desc.block_type.nbytes + gate"),
+    (FORWARD, "        if CONSUMERS == 2:\n            take_turn(turns, own_tile, WHO)\n", ""),
+    (FORWARD, "    tma.store_wait(BUFFERS - 1)\n", ""),
+    (FORWARD, "    tma.store_wait(0)\n", ""),
+    (FORWARD, "(own_tile & 1) ^ (1 - WHO)", "(own_tile & 1) ^ WHO"),
+]
+
+
+@pytest.mark.parametrize("module, right, wrong", FAULTS, ids=lambda text: text.strip()[:40])
+def test_faults_are_noticed(module, right, wrong, monkeypatch):
+    """The tests above can fail: each of these changes makes one of them do so."""
+    plain = gluon_sim.load
+    plain(module, {right: wrong})  # the text is there
+    monkeypatch.setattr(gluon_sim, "load", lambda name: plain(name, {right: wrong}))
+    monkeypatch.setattr(gluon_sim, "LIMIT", 5.0)
+    with pytest.raises((AssertionError, TimeoutError)):
+        for shape in SHAPES:
+            if module == FORWARD:
+                test_glu(shape, True, 2, 1, 8, False)
+            else:
+                test_glu_backward(shape, 8, 8, 2, 2)

@@ -56,10 +56,12 @@ def _stand_ins() -> dict[str, ModuleType]:
     root = _stand_in(gluon, {"jit": _decorator, "constexpr_function": _decorator, "language": language})
     modules = [hopper, nvidia, language, root, hopper.tma, hopper.mbarrier]
     experimental = _stand_in("triton.experimental", {"gluon": root})
-    return {module.__name__: module for module in [*modules, experimental]}
+    plain = _stand_in("triton.language", LANGUAGE)  # of Triton's functions that Gluon kernels call
+    triton = _stand_in("triton", {"jit": _decorator, "language": plain, "experimental": experimental})
+    return {module.__name__: module for module in [*modules, experimental, plain, triton]}
 
 
-_USES_GLUON = re.compile(r"^\s*(from|import) triton\.experimental", re.MULTILINE)
+_USES_TRITON = re.compile(r"^\s*(from|import) triton\b", re.MULTILINE)
 
 
 def _find(name: str) -> ModuleSpec | None:
@@ -83,12 +85,12 @@ class _Loader:
         self.found = dict.fromkeys(replace, 0)
 
     def source(self, name: str) -> tuple[ModuleSpec, str] | None:
-        """Of a module that uses Gluon; None for any other."""
+        """Of a module that uses Triton; None for any other."""
         spec = _find(name) if name.split(".")[0] == self.top else None
         if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
             return None
         text = Path(spec.origin).read_text()
-        return (spec, text) if _USES_GLUON.search(text) else None
+        return (spec, text) if _USES_TRITON.search(text) else None
 
     def load(self, name: str) -> ModuleType | None:
         if name in self.modules:
@@ -117,10 +119,7 @@ class _Loader:
         if full in self.stand_ins:
             if fromlist:
                 return self.stand_ins[full]
-            top = ModuleType("triton")
-            top.experimental = self.stand_ins["triton.experimental"]
-            top.__getattr__ = lambda key: getattr(importlib.import_module("triton"), key)
-            return top
+            return self.stand_ins["triton"]
         module = self.load(full) if fromlist else None
         if module and "*" in fromlist:
             return module
@@ -140,8 +139,8 @@ class _Loader:
 def load(module_name: str, replace: Mapping[str, str] | None = None) -> ModuleType:
     """A module of Gluon kernels whose functions are plain Python, to be passed to `launch`.
 
-    Gluon modules of the same package that it imports come along in the same way; anything else is imported as
-    usual. ``replace``: changes of the source text, to plant faults; each must be found exactly once.
+    Modules of the same package with Triton or Gluon functions that it imports come along in the same way; anything
+    else is imported as usual. ``replace``: changes of the source text, to plant faults; each must be found once.
     """
     loader = _Loader(module_name.split(".")[0], replace or {})
     module = loader.load(module_name)

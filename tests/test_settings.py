@@ -15,7 +15,7 @@ import torch
 from fusedmlp import calculate_settings, settings
 from fusedmlp.settings import device, heuristic, tables
 from fusedmlp.settings.device import DeviceInfo
-from fusedmlp.settings.types import OPS, Settings
+from fusedmlp.settings.types import GLUON_OPS, OPS, Settings
 
 H200 = DeviceInfo("nvidia-h200", (9, 0), 132)
 UNKNOWN = DeviceInfo("nvidia-unknown", (9, 0), 132)
@@ -49,14 +49,40 @@ def test_override_forces_single_fields_and_ends():
 
 
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("family", ["tma", "pointer", "pair"])
+@pytest.mark.parametrize("family", ["gluon", "tma", "pointer", "pair"])
 def test_a_forced_family_is_the_one_used(op, family):
     """At every size, also where the heuristic or a table would take another."""
     for M, (D, H) in itertools.product((1, 128, 1024, 8192), WIDTHS[:5]):
         for info in (H200, UNKNOWN):
             with on(info), settings.override(family=family, warps=8):
                 found = calculate_settings(op, M, H, D, torch.bfloat16, "cuda")
-                assert (found.family, found.warps) == (family if op != "relu_stack" else "pointer", 8)
+                expected = "tma" if family == "gluon" and op not in GLUON_OPS else family
+                assert (found.family, found.warps) == (expected if op != "relu_stack" else "pointer", 8)
+
+
+def test_gluon_is_forced_only_where_there_is_such_a_kernel():
+    with settings.override(family="gluon"):
+        for info, tma, gluon, expected in [
+            (H200, True, True, "gluon"),
+            (H200, True, False, "tma"),
+            (H200, False, True, "pointer"),
+            (A100, True, True, "pointer"),
+            (DeviceInfo("nvidia-b200", (10, 0), 148), True, True, "tma"),
+        ]:
+            with on(info):
+                found = calculate_settings("glu", 8192, 3072, 768, torch.bfloat16, "cuda", tma=tma, gluon=gluon)
+                assert found.family == expected
+        with on(H200):
+            assert calculate_settings("glu", 8192, 3072, 768, torch.float32, "cuda").family == "pointer"
+
+
+def test_a_gluon_row_does_not_serve_what_its_kernel_lacks():
+    row = {"op": "glu_backward", "dtype": "bfloat16", "precision": "", "N": 3072, "K": 768, "M": 64}
+    text = json.dumps({"rows": [{**row, "settings": {"family": "gluon"}}]})
+    with on(UNKNOWN), mock.patch.object(tables, "load", return_value=tables.parse(text)):
+        for gluon in (True, False):
+            found = calculate_settings("glu_backward", 64, 3072, 768, torch.bfloat16, "cuda", gluon=gluon)
+            assert found.family == ("gluon" if gluon else "tma")
 
 
 def test_tma_cannot_be_forced_on_what_tma_cannot_describe():
@@ -128,7 +154,7 @@ def test_the_heuristic_stays_near_the_measured_best():
     ratios = []
     for (op, M, D, H), times in measured.items():
         N, K = (D, H) if op == "dual_dgrad" else (H, D)
-        family = heuristic.family(op, M, N, K, torch.bfloat16, True, False, UNKNOWN)
+        family = heuristic.family(op, M, N, K, torch.bfloat16, True, op in GLUON_OPS, UNKNOWN)
         chosen = str(heuristic.settings(op, M, N, K, torch.bfloat16, family, UNKNOWN))
         if chosen in times:
             ratios.append(times[chosen] / min(times.values()))

@@ -16,15 +16,18 @@ def tma_dtype(dtype: torch.dtype) -> bool:
     return dtype in (torch.bfloat16, torch.float16)
 
 
-# From this size on (M N K) cuBLAS and a pointwise kernel save more time than their launch more costs the host, about
-# 25 microseconds (bench/results/h200). Of the other kernels a pair would hold a hidden layer more than eager does.
+# Without the Gluon kernel: from this size on (M N K) cuBLAS and a pointwise kernel save more time than their launch
+# costs the host, about 25 microseconds (bench/results/h200). Of the other kernels a pair would hold a hidden layer more
+# than eager does.
 _PAIR_FROM = {"glu_backward": 3e10}
+# Tiles of 128 x 128 that keep the warp-specialised kernels' programs busy: two warpgroups each, on 132 multiprocessors.
+_GLUON_FROM = {"glu": 64, "glu_backward": 130}
 
 
 def family(op: str, M: int, N: int, K: int, dtype: torch.dtype, tma: bool, gluon: bool, info: DeviceInfo) -> str:
     if op == "relu_stack":
         return "pointer"
-    if gluon and M > 256:
+    if gluon and M > 256 and _tiles(M, N, 128, 128) >= _GLUON_FROM[op]:
         return "gluon"
     if info.slug == "interpreter":
         return "tma" if tma else "pointer"
@@ -87,9 +90,12 @@ def _pointer(op: str, M: int, N: int, dtype: torch.dtype, aligned: bool) -> Sett
 
 
 def _gluon(op: str, M: int, N: int, K: int) -> Settings:
+    tiles = _tiles(M, N, 128, 128)
     if op == "glu_backward":
-        return Settings("gluon", 128, 128, 64, parts=2, warps=4, stages=4)
-    if K >= 2048 and _tiles(M, N, 128, 128) >= 400:
+        return Settings("gluon", 64 if tiles < 260 else 128, 128, 64, parts=2, warps=4, stages=4)
+    if tiles < 130:
+        return Settings("gluon", 64, 64, 64, warps=4, stages=6)
+    if K >= 4096 or (K >= 2048 and tiles >= 2000):
         return Settings("gluon", 128, 128, 64, warps=8, stages=4)
     return Settings("gluon", 128, 64, 64, warps=4, stages=6)
 

@@ -271,7 +271,7 @@ def test_a_write_that_breaks_off_leaves_the_file_before_it(tmp_path: Path, monke
 
 
 def test_what_did_not_fit_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stand_ins: Any) -> None:
-    """A clock on which every shape takes 30 seconds; one minute has room for part of the work."""
+    """A clock on which every row takes 10 seconds; one minute has room for part of the work."""
     run = make(tmp_path, "--op", "geglu", "--variants", "eager", "--minutes", "1", "--metrics", "wall_us", "kernel_us")
     monkeypatch.setattr(run, "seconds", lambda: 10.0 * len(run.rows))
     run.all()
@@ -281,6 +281,10 @@ def test_what_did_not_fit_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ] * 2 + [(16, "kernel_us")]
     assert run.unmeasured == ["geglu 16x64x96 step: kernel_us"]
     assert "not measured in the 1 minutes: geglu 16x64x96 step: kernel_us" in run.table()
+    clock = make(tmp_path, "--op", "geglu", "--variants", "eager", "--minutes", "1", "--metrics", "wall_us")
+    monkeypatch.setattr(clock, "seconds", lambda: 15.0 * len(clock.rows))
+    clock.all()  # nothing comes after the clock, so it has the whole minute
+    assert len(clock.rows) == 4 and not clock.unmeasured
     late = make(tmp_path, "--op", "geglu", "--variants", "eager", "--minutes", "0", "--metrics", "wall_us")
     monkeypatch.setattr(late, "seconds", lambda: 1.0)
     late.all()

@@ -43,6 +43,21 @@ def test_errors_against_float64(op: str, name: str) -> None:
     assert case.errors(name)["forward"] == pytest.approx(0.1, abs=0.01)
 
 
+@pytest.mark.parametrize("op", list(variants.OPS))
+def test_eager_is_the_operation_of_its_name(op: str) -> None:
+    m: Any = variants.eager_module(op, 64, 96).double()
+    x = torch.randn(48, 64, dtype=torch.float64)
+    if op == "mlp_relu":
+        expected = (x @ m.fc1.weight.t() + m.fc1.bias).clamp(min=0) @ m.fc2.weight.t() + m.fc2.bias
+    else:
+        g = x @ m.gate_proj.weight.t()
+        inner = 0.5 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (g + 0.044715 * g**3)))
+        act = g * inner if op == "geglu" else g * torch.sigmoid(g)
+        expected = (act * (x @ m.up_proj.weight.t())) @ m.down_proj.weight.t()
+    torch.testing.assert_close(m(x), expected)
+    assert any(p.ndim == 1 for p in m.parameters()) == variants.OPS[op].bias
+
+
 def fake_quack(monkeypatch: pytest.MonkeyPatch, swapped: bool = False) -> None:
     """quack.mlp as its documentation has it: fc1's rows are gate 0, up 0, gate 1, up 1, and so on."""
     acts = {"geglu": lambda t: nn.functional.gelu(t, approximate="tanh"), "swiglu": nn.functional.silu}

@@ -35,6 +35,7 @@ ROW_KEYS = (
     *("op", "pass", "tokens", "hidden", "intermediate", "dtype", "bias", "variant", "metric"),
     *("median", "low", "high", "n"),
 )
+TIMES = ("kernel_us", "graph_us", "wall_us")
 FILE_KEYS = ("bench", "date", "commit", "gpu", "driver", "torch", "triton", "packages", "ceilings", "rows")
 PACKAGES = (
     "fusedmlp",
@@ -42,6 +43,8 @@ PACKAGES = (
     "transformers",
     "liger-kernel",
     "quack-kernels",
+    "nvidia-cutlass-dsl",
+    "flash-swiglu-mlp",
     "nvidia-cublas",
     "nvidia-cublas-cu12",
 )
@@ -159,7 +162,11 @@ def write(content: dict[str, Any], out: str | Path | None = None) -> Path:
     head = json.dumps({k: v for k, v in content.items() if k != "rows"}, indent=1)
     rows = ",\n".join("  " + json.dumps(r) for r in content["rows"])
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(head.removesuffix("\n}") + f',\n "rows": [\n{rows}\n ]\n}}\n', encoding="utf-8")
+    text = head.removesuffix("\n}") + f',\n "rows": [\n{rows}\n ]\n}}\n'
+    # In one step: a run that is killed while it writes leaves the file that it wrote before.
+    half = path.with_name(f"{path.name}.part")
+    half.write_text(text, encoding="utf-8")
+    half.replace(path)
     return path
 
 
@@ -293,6 +300,23 @@ def peak_bytes(call: Call, repeats: int = 3) -> list[float]:
         call(0)
         torch.cuda.synchronize()
         values.append(float(torch.cuda.max_memory_allocated() - before))
+    return values
+
+
+def saved_bytes(forward: Call, repeats: int = 3) -> list[float]:
+    """Memory that a forward keeps for its backward, in bytes: what it leaves allocated, but for its output.
+
+    The input and the weights were there before and do not count.
+    """
+    values = []
+    for _ in range(repeats):
+        gc.collect()
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        y = forward(0)
+        torch.cuda.synchronize()
+        values.append(float(torch.cuda.memory_allocated() - before - y.untyped_storage().nbytes()))
+        del y
     return values
 
 

@@ -53,16 +53,14 @@ class Plan:
         # Triton's interpreter computes every fp32 product in full.
         self.dot_precision = "tf32" if self.precision == "tf32" and self.device_index is not None else "ieee"
         self.launchers: Any = None  # the package, imported for the first plan that needs it, since it needs Triton
-        self.biased = False  # some layer has a bias
         self.pairs = False  # gate and up have one row stride, so that one descriptor may span them
         # Approximate tanh and exp where the result is rounded to 16 bits; the interpreter has no inline assembly.
         self.fast_math = self.device_index is not None and self.dtype != torch.float32
 
-    def choose(self, name: str, op: str, N: int, K: int, tma: bool = True, gluon: bool = True) -> None:
+    def choose(self, name: str, op: str, N: int, K: int, tma: bool = True) -> None:
         """Calculate the settings of one kernel."""
-        tma = tma and self.aligned
         self.settings[name] = settings.calculate_settings(
-            op, self.M, N, K, self.dtype, self.device, precision=self.precision, tma=tma, gluon=gluon
+            op, self.M, N, K, self.dtype, self.device, precision=self.precision, tma=tma and self.aligned
         )
 
 
@@ -129,7 +127,6 @@ def _make(
     widths = (K, *(w.shape[0] for w in weights))
     device = x.device
     plan = Plan(op, activation, M, widths, x.dtype, device, precision, _aligned(x, weights))
-    plan.biased = any(b is not None for b in biases)
     plan.pairs = op == "glu_mlp" and weights[0].stride() == weights[1].stride()
     plan.eager_reason = why_eager(x, M, weights, biases)
     if op == "linear_act" and activation.name == "identity" and plan.eager_reason is None:
@@ -211,7 +208,7 @@ def _choose_linear_act(plan: Plan) -> None:
 def _choose_glu_mlp(plan: Plan) -> None:
     D, H, _, D_out = plan.widths
     plan.choose("forward", "glu", H, D)
-    plan.choose("backward", "glu_backward", H, D_out, gluon=not plan.biased)  # that kernel makes no bias gradients
+    plan.choose("backward", "glu_backward", H, D_out)
     plan.choose("dgrad", "dual_dgrad", D, H)
     # For gate and up weights that one descriptor cannot span, which only their addresses tell.
     plan.choose("forward.apart", "glu", H, D, tma=False)

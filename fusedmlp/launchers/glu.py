@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -197,7 +199,7 @@ def _glu_backward_launch(
     tma = settings.family == "tma"
     tiles = ceil_div(M, settings.block_m) * ceil_div(H, settings.block_n)
     if settings.family == "gluon":
-        return _glu_backward_gluon_launch(plan, settings, tiles, gy, down_weight, h)
+        return _glu_backward_gluon_launch(plan, settings, tiles, gy, down_weight, h, bias_grad, down_bias_grad)
     block = (settings.block_m, settings.block_n, settings.block_k, settings.group)
     flags = (plan.activation.name, store_h, bias_grad, down_bias_grad, plan.fast_math)
     options = launch_options(settings, cooperative=biases)
@@ -219,13 +221,26 @@ def _glu_backward_launch(
     return Launch(glu_backward_tma, grid, (*block, settings.parts, *flags, True), tiles_of, **options)
 
 
+def _gluon_chunk(settings: Settings, biases: bool) -> tuple[int, int]:
+    """Rows and columns of what the epilogue takes at once; the sums for bias gradients leave registers for half."""
+    columns = settings.block_n // settings.parts
+    return min(settings.block_m, 64), min(columns, 32) if biases else columns
+
+
 def _glu_backward_gluon_launch(
-    plan: Plan, settings: Settings, tiles: int, gy: Tensor, down_weight: Tensor, h: Tensor | None
+    plan: Plan,
+    settings: Settings,
+    tiles: int,
+    gy: Tensor,
+    down_weight: Tensor,
+    h: Tensor | None,
+    bias_grad: bool,
+    down_bias_grad: bool,
 ) -> Launch:
     from ..kernels.gluon.glu_backward import glu_backward_gluon
 
     M, H = gy.shape[0], down_weight.shape[1]
-    rows, columns = min(settings.block_m, 64), settings.block_n // settings.parts
+    rows, columns = _gluon_chunk(settings, bias_grad)
     gate_tile, up_tile = half_tiles(M, H, rows, columns)
     tiles_of = {
         0: rows_tile(gy, settings.block_m, settings.block_k),
@@ -238,9 +253,13 @@ def _glu_backward_gluon_launch(
         6: gate_tile if h is None else rows_tile(h, rows, columns),
     }
     slots = 128 // columns  # chunks that a warpgroup keeps loaded ahead
-    constants = (settings.stages, slots, settings.group, plan.activation.name, h is not None, plan.fast_math)
+    flags = (plan.activation.name, h is not None, bias_grad, down_bias_grad, plan.fast_math)
+    options: dict[str, Any] = {"num_warps": settings.warps}
+    if bias_grad or down_bias_grad:
+        options["launch_cooperative_grid"] = True
     grid = persistent_grid(plan, tiles, settings)
-    return Launch(glu_backward_gluon, grid, constants, tiles_of, num_warps=settings.warps)
+    constants = (settings.stages, slots, settings.group, *flags)
+    return Launch(glu_backward_gluon, grid, constants, tiles_of, **options)
 
 
 def glu_backward(
@@ -269,6 +288,8 @@ def glu_backward(
     if biases:
         gy_parts = sum_parts(plan, D_out)
         part_rows = ceil_div(M, settings.block_m) if bias_grad else 0
+        if settings.family == "gluon":
+            part_rows *= settings.block_m // _gluon_chunk(settings, True)[0]
         gate_sum, up_sum, gy_sum = scratch(
             plan.device, (part_rows, H), (part_rows, H), (gy_parts if down_bias_grad else 0, D_out)
         )
@@ -278,7 +299,6 @@ def glu_backward(
     if down_bias_grad:
         dbd = gy.new_empty(D_out)
     sums = (gate_sum, up_sum, gy_sum, dbg, dbu, dbd, counters)
-    tma = settings.family == "tma"
 
     key = ("backward", store_h, bias_grad, down_bias_grad)
     launch = plan.launches.get(key)
@@ -286,12 +306,10 @@ def glu_backward(
         launch = plan.launches[key] = _glu_backward_launch(
             plan, settings, gy, down_weight, h, bias_grad, down_bias_grad
         )
-    if tma:
+    if settings.family in ("tma", "gluon"):
         halves = (gate_up, gate_up, dgate_up, dgate_up)
-        launch(plan.device_index, gy, down_weight, *halves, h, gy, *sums, M, H, D_out, gy_parts)
-    elif settings.family == "gluon":
-        halves = (gate_up, gate_up, dgate_up, dgate_up)
-        launch(plan.device_index, gy, down_weight, *halves, dgate_up if h is None else h, M, H, D_out)
+        h_like = dgate_up if h is None and settings.family == "gluon" else h
+        launch(plan.device_index, gy, down_weight, *halves, h_like, gy, *sums, M, H, D_out, gy_parts)
     else:
         launch(
             plan.device_index,

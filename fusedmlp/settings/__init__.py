@@ -55,7 +55,6 @@ def calculate_settings(
     *,
     precision: str = "ieee",
     tma: bool = True,
-    gluon: bool = True,
 ) -> Settings:
     """Settings for one kernel at one shape.
 
@@ -66,7 +65,6 @@ def calculate_settings(
         device_: where it runs; a CPU means Triton's interpreter.
         precision: of an fp32 product: ``"ieee"`` or ``"tf32"``; ignored for the 16-bit dtypes.
         tma: False where a pointer or stride is no multiple of 16 bytes, which TMA descriptors need.
-        gluon: False where something is asked for that the Gluon kernels lack (bias gradients).
 
     Raises:
         ValueError: an unknown op.
@@ -76,7 +74,7 @@ def calculate_settings(
     info = device.info(torch.device(device_))
     aligned = tma
     tma = tma and info.has_tma and heuristic.tma_dtype(dtype)
-    gluon = gluon and tma and info.has_wgmma and op in GLUON_OPS
+    gluon = tma and info.has_wgmma and op in GLUON_OPS
     forced = dict(overridden())
     family = forced.pop("family", None)
     if family == "gluon" and not gluon:

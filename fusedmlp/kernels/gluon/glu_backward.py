@@ -11,11 +11,13 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ..activations import activate_grad, times_derivative
 from ..common import round_as_stored
+from .column_sums import barrier, finish_column_sums, partial_column_sums, store_band_sums
 from .common import (
     async_load,
     async_store,
     column_halves,
     finish,
+    load_operands,
     multiply,
     new_barriers,
     pass_turn,
@@ -26,26 +28,6 @@ from .common import (
     wait_empty,
     wait_full,
 )
-
-
-@gluon.jit
-def _load_operands(gy_desc, w_desc, a_bufs, b_bufs, full, empty, M, H, K, STAGES: gl.constexpr, GROUP: gl.constexpr):
-    BLOCK_M: gl.constexpr = gy_desc.block_type.shape[0]
-    BLOCK_K: gl.constexpr = gy_desc.block_type.shape[1]
-    BLOCK_N: gl.constexpr = w_desc.block_type.shape[1]
-    tiles_m = gl.cdiv(M, BLOCK_M)
-    tiles_n = gl.cdiv(H, BLOCK_N)
-    steps = gl.cdiv(K, BLOCK_K)
-    i = 0
-    for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
-        pid_m, pid_n = tile_of(tile, tiles_m, tiles_n, GROUP)
-        for k in range(steps):
-            wait_empty(empty, i, STAGES)
-            bar = full.index(i % STAGES)
-            mbarrier.expect(bar, gy_desc.block_type.nbytes + w_desc.block_type.nbytes)
-            async_load(gy_desc, [pid_m * BLOCK_M, k * BLOCK_K], bar, a_bufs.index(i % STAGES))
-            async_load(w_desc, [k * BLOCK_K, pid_n * BLOCK_N], bar, b_bufs.index(i % STAGES))
-            i += 1
 
 
 @gluon.jit
@@ -96,12 +78,17 @@ def _chunk(
     h_buf,
     full,
     empty,
+    gate_sum_ptr,
+    up_sum_ptr,
+    M,
+    H,
     i,
     row,
     column,
     SLOTS: gl.constexpr,
     ACT: gl.constexpr,
     STORE_H: gl.constexpr,
+    BIAS_GRAD: gl.constexpr,
     FAST_MATH: gl.constexpr,
     FIRST: gl.constexpr,
 ):
@@ -115,9 +102,15 @@ def _chunk(
     dh = round_as_stored(dh, DTYPE)
     a, d = activate_grad(gate, ACT, FAST_MATH)
     a = round_as_stored(a, DTYPE)
-    dgate = times_derivative(round_as_stored(dh * up, DTYPE), d, ACT).to(DTYPE)
-    dup = (dh * a).to(DTYPE)
     h = (a * up).to(DTYPE)
+    dgate = times_derivative(round_as_stored(dh * up, DTYPE), d, ACT)
+    dup = dh * a
+    if BIAS_GRAD:  # one after the other, for the sake of registers
+        store_band_sums(dgate, gate_sum_ptr, row, column, M, H)
+    dgate = dgate.to(DTYPE)
+    if BIAS_GRAD:
+        store_band_sums(dup, up_sum_ptr, row, column, M, H)
+    dup = dup.to(DTYPE)
     if not FIRST:  # the stores of the chunk before have read its slot and the buffer of h
         tma.store_wait(0)
         release(empty, i + SLOTS - 1, SLOTS)
@@ -142,6 +135,10 @@ def _band(
     h_buf,
     full,
     empty,
+    gate_sum_ptr,
+    up_sum_ptr,
+    M,
+    H,
     i,
     row,
     column,
@@ -149,6 +146,7 @@ def _band(
     SLOTS: gl.constexpr,
     ACT: gl.constexpr,
     STORE_H: gl.constexpr,
+    BIAS_GRAD: gl.constexpr,
     FAST_MATH: gl.constexpr,
     FIRST: gl.constexpr,
 ):
@@ -156,16 +154,16 @@ def _band(
     ROWS: gl.constexpr = h_desc.block_type.shape[0]
     # fmt: off
     if WIDTH == h_desc.block_type.shape[1]:
-        _chunk(dh, dgate_desc, dup_desc, h_desc, bufs, h_buf, full, empty, i, row, column,
-               SLOTS, ACT, STORE_H, FAST_MATH, FIRST)
+        _chunk(dh, dgate_desc, dup_desc, h_desc, bufs, h_buf, full, empty, gate_sum_ptr, up_sum_ptr, M, H,
+               i, row, column, SLOTS, ACT, STORE_H, BIAS_GRAD, FAST_MATH, FIRST)
         i += 1
     else:
         HALF: gl.constexpr = WIDTH // 2
         left, right = column_halves(dh, ROWS, HALF)
-        i = _band(left, dgate_desc, dup_desc, h_desc, bufs, h_buf, full, empty, i, row, column,
-                  HALF, SLOTS, ACT, STORE_H, FAST_MATH, FIRST)
-        i = _band(right, dgate_desc, dup_desc, h_desc, bufs, h_buf, full, empty, i, row, column + HALF,
-                  HALF, SLOTS, ACT, STORE_H, FAST_MATH, False)
+        i = _band(left, dgate_desc, dup_desc, h_desc, bufs, h_buf, full, empty, gate_sum_ptr, up_sum_ptr,
+                  M, H, i, row, column, HALF, SLOTS, ACT, STORE_H, BIAS_GRAD, FAST_MATH, FIRST)
+        i = _band(right, dgate_desc, dup_desc, h_desc, bufs, h_buf, full, empty, gate_sum_ptr, up_sum_ptr,
+                  M, H, i, row, column + HALF, HALF, SLOTS, ACT, STORE_H, BIAS_GRAD, FAST_MATH, False)
     # fmt: on
     return i
 
@@ -184,6 +182,8 @@ def _consume(
     h_buf,
     chunk_full,
     chunk_empty,
+    gate_sum_ptr,
+    up_sum_ptr,
     M,
     H,
     K,
@@ -192,6 +192,7 @@ def _consume(
     GROUP: gl.constexpr,
     ACT: gl.constexpr,
     STORE_H: gl.constexpr,
+    BIAS_GRAD: gl.constexpr,
     FAST_MATH: gl.constexpr,
     WHO: gl.constexpr,
 ):
@@ -221,15 +222,16 @@ def _consume(
         acc = finish(acc, empty, step + steps, STAGES)
         # fmt: off
         if ROWS == BLOCK_M:
-            i = _band(acc, dgate_desc, dup_desc, h_desc, bufs, h_buf, chunk_full, chunk_empty, i, row, column,
-                      BLOCK_N, SLOTS, ACT, STORE_H, FAST_MATH, True)
+            i = _band(acc, dgate_desc, dup_desc, h_desc, bufs, h_buf, chunk_full, chunk_empty, gate_sum_ptr, up_sum_ptr,
+                      M, H, i, row, column, BLOCK_N, SLOTS, ACT, STORE_H, BIAS_GRAD, FAST_MATH, True)
         else:
             gl.static_assert(2 * ROWS == BLOCK_M)
             upper, lower = row_halves(acc, ROWS, BLOCK_N)
-            i = _band(upper, dgate_desc, dup_desc, h_desc, bufs, h_buf, chunk_full, chunk_empty, i, row, column,
-                      BLOCK_N, SLOTS, ACT, STORE_H, FAST_MATH, True)
-            i = _band(lower, dgate_desc, dup_desc, h_desc, bufs, h_buf, chunk_full, chunk_empty, i, row + ROWS,
-                      column, BLOCK_N, SLOTS, ACT, STORE_H, FAST_MATH, False)
+            i = _band(upper, dgate_desc, dup_desc, h_desc, bufs, h_buf, chunk_full, chunk_empty, gate_sum_ptr,
+                      up_sum_ptr, M, H, i, row, column, BLOCK_N, SLOTS, ACT, STORE_H, BIAS_GRAD, FAST_MATH, True)
+            i = _band(lower, dgate_desc, dup_desc, h_desc, bufs, h_buf, chunk_full, chunk_empty, gate_sum_ptr,
+                      up_sum_ptr, M, H, i, row + ROWS, column, BLOCK_N, SLOTS, ACT, STORE_H, BIAS_GRAD, FAST_MATH,
+                      False)
         # fmt: on
         tma.store_wait(0)
         release(chunk_empty, i + SLOTS - 1, SLOTS)
@@ -237,7 +239,7 @@ def _consume(
         own_tile += 1
 
 
-@gluon.jit(do_not_specialize=["M"])
+@gluon.jit(do_not_specialize=["M", "gy_parts"])
 def glu_backward_gluon(
     gy_desc,
     w_desc,
@@ -246,18 +248,31 @@ def glu_backward_gluon(
     dgate_desc,
     dup_desc,
     h_desc,
+    gy_ptr,
+    gate_sum_ptr,
+    up_sum_ptr,
+    gy_sum_ptr,
+    dbg_ptr,
+    dbu_ptr,
+    dbd_ptr,
+    counter_ptr,
     M,
     H,
     K,
+    gy_parts,
     STAGES: gl.constexpr,
     SLOTS: gl.constexpr,
     GROUP: gl.constexpr,
     ACT: gl.constexpr,
     STORE_H: gl.constexpr,
+    BIAS_GRAD: gl.constexpr,
+    DOWN_BIAS_GRAD: gl.constexpr,
     FAST_MATH: gl.constexpr,
 ):
-    """Persistent, 4 warps (13 with the specialised ones). gy [M, K] box [BLOCK_M, BLOCK_K], w = Wd [K, H] box
-    [BLOCK_K, BLOCK_N]; gate, up, dgate, dup, h [M, H] box [chunk rows, chunk columns], rows BLOCK_M or half of it."""
+    """Persistent, 4 warps (12 with the specialised ones). gy [M, K] box [BLOCK_M, BLOCK_K], w = Wd [K, H] box
+    [BLOCK_K, BLOCK_N]; gate, up, dgate, dup, h [M, H] box [chunk rows, chunk columns], rows BLOCK_M or half of it.
+    gate_sum, up_sum: fp32 [bands, H], a band the rows of a chunk, for all bands of all tiles; gy_sum: fp32 [gy_parts,
+    K]. With bias gradients the grid must be co-resident."""
     BLOCK_M: gl.constexpr = gy_desc.block_type.shape[0]
     BLOCK_N: gl.constexpr = w_desc.block_type.shape[1]
     ROWS: gl.constexpr = gate_desc.block_type.shape[0]
@@ -278,12 +293,22 @@ def glu_backward_gluon(
     fence_async_shared()  # the barriers are seen by TMA
     # fmt: off
     gl.warp_specialize([
-        (_consume, (dgate_desc, dup_desc, h_desc, a_bufs, b_bufs, full, empty, turns, bufs0, h0, full0, empty0, M, H, K,
-                    STAGES, SLOTS, GROUP, ACT, STORE_H, FAST_MATH, 0)),
-        (_consume, (dgate_desc, dup_desc, h_desc, a_bufs, b_bufs, full, empty, turns, bufs1, h1, full1, empty1, M, H, K,
-                    STAGES, SLOTS, GROUP, ACT, STORE_H, FAST_MATH, 1)),
-        (_load_operands, (gy_desc, w_desc, a_bufs, b_bufs, full, empty, M, H, K, STAGES, GROUP)),
+        (_consume, (dgate_desc, dup_desc, h_desc, a_bufs, b_bufs, full, empty, turns, bufs0, h0, full0, empty0,
+                    gate_sum_ptr, up_sum_ptr, M, H, K, STAGES, SLOTS, GROUP, ACT, STORE_H, BIAS_GRAD, FAST_MATH, 0)),
+        (_consume, (dgate_desc, dup_desc, h_desc, a_bufs, b_bufs, full, empty, turns, bufs1, h1, full1, empty1,
+                    gate_sum_ptr, up_sum_ptr, M, H, K, STAGES, SLOTS, GROUP, ACT, STORE_H, BIAS_GRAD, FAST_MATH, 1)),
+        (load_operands, (gy_desc, w_desc, a_bufs, b_bufs, full, empty, M, H, K, STAGES, GROUP)),
         (_load_chunks, (gate_desc, up_desc, bufs0, full0, empty0, M, H, BLOCK_M, BLOCK_N, SLOTS, GROUP, 0)),
         (_load_chunks, (gate_desc, up_desc, bufs1, full1, empty1, M, H, BLOCK_M, BLOCK_N, SLOTS, GROUP, 1)),
     ], [4, 1, 1, 1], [232, 40, 40, 40])
     # fmt: on
+    if BIAS_GRAD or DOWN_BIAS_GRAD:
+        if DOWN_BIAS_GRAD:
+            partial_column_sums(gy_ptr, gy_sum_ptr, M, K, gy_parts, 32, 64)
+        barrier(counter_ptr)
+        if BIAS_GRAD:
+            bands = gl.cdiv(M, BLOCK_M) * (BLOCK_M // ROWS)
+            finish_column_sums(gate_sum_ptr, dbg_ptr, bands, H, 32, 64)
+            finish_column_sums(up_sum_ptr, dbu_ptr, bands, H, 32, 64)
+        if DOWN_BIAS_GRAD:
+            finish_column_sums(gy_sum_ptr, dbd_ptr, gy_parts, K, 32, 64)

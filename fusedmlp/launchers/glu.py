@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -14,10 +12,11 @@ from ..kernels.pointwise import glu_act_backward, glu_act_forward
 from ..launch import Launch, barrier_counters
 from ..plan import Plan
 from ..settings import Settings
-from ..settings.device import info
 from .common import (
     as_rows,
     ceil_div,
+    gluon_chunk,
+    gluon_options,
     half_tiles,
     launch_options,
     pair_order,
@@ -30,6 +29,7 @@ from .common import (
     rows_tile,
     scratch,
     stacked_halves,
+    store_buffers,
     sum_parts,
 )
 
@@ -72,7 +72,7 @@ def _glu_launch(
 def _glu_gluon_launch(
     plan: Plan, settings: Settings, tiles: int, x: Tensor, gate_weight: Tensor, h: Tensor | None, save: bool
 ) -> Launch:
-    from ..kernels.gluon.glu import glu_gluon
+    from ..kernels.gluon.hidden_forward import hidden_forward_gluon
 
     M, H = x.shape[0], gate_weight.shape[0]
     pingpong = settings.warps == 4
@@ -88,14 +88,11 @@ def _glu_gluon_launch(
     }
     if save:
         tiles_of |= {6: gate_tile, 7: up_tile}
-    operands = settings.stages * (settings.block_m + 2 * settings.block_n) * settings.block_k
-    store = (2 if pingpong else 1) * settings.block_m * columns
-    room = (info(plan.device).shared - 1024) // x.element_size() - operands  # barriers need less than a kilobyte
-    buffers = max(1, min(2, room // store))
+    buffers = store_buffers(plan, settings, 2, columns, 2 if pingpong else 1)
     flags = (plan.activation.name, save, h is not None, plan.fast_math, pingpong)
     constants = (settings.stages, buffers, settings.group, *flags)
     grid = persistent_grid(plan, tiles, settings)
-    return Launch(glu_gluon, grid, constants, tiles_of, num_warps=settings.warps)
+    return Launch(hidden_forward_gluon, grid, constants, tiles_of, **gluon_options(settings))
 
 
 def glu_forward(
@@ -221,12 +218,6 @@ def _glu_backward_launch(
     return Launch(glu_backward_tma, grid, (*block, settings.parts, *flags, True), tiles_of, **options)
 
 
-def _gluon_chunk(settings: Settings, biases: bool) -> tuple[int, int]:
-    """Rows and columns of what the epilogue takes at once; the sums for bias gradients leave registers for half."""
-    columns = settings.block_n // settings.parts
-    return min(settings.block_m, 64), min(columns, 32) if biases else columns
-
-
 def _glu_backward_gluon_launch(
     plan: Plan,
     settings: Settings,
@@ -237,10 +228,10 @@ def _glu_backward_gluon_launch(
     bias_grad: bool,
     down_bias_grad: bool,
 ) -> Launch:
-    from ..kernels.gluon.glu_backward import glu_backward_gluon
+    from ..kernels.gluon.hidden_backward import hidden_backward_gluon
 
     M, H = gy.shape[0], down_weight.shape[1]
-    rows, columns = _gluon_chunk(settings, bias_grad)
+    rows, columns = gluon_chunk(settings, bias_grad)
     gate_tile, up_tile = half_tiles(M, H, rows, columns)
     tiles_of = {
         0: rows_tile(gy, settings.block_m, settings.block_k),
@@ -253,13 +244,11 @@ def _glu_backward_gluon_launch(
         6: gate_tile if h is None else rows_tile(h, rows, columns),
     }
     slots = 128 // columns  # chunks that a warpgroup keeps loaded ahead
-    flags = (plan.activation.name, h is not None, bias_grad, down_bias_grad, plan.fast_math)
-    options: dict[str, Any] = {"num_warps": settings.warps}
-    if bias_grad or down_bias_grad:
-        options["launch_cooperative_grid"] = True
+    flags = (plan.activation.name, False, h is not None, bias_grad, down_bias_grad, plan.fast_math)
+    options = gluon_options(settings, cooperative=bias_grad or down_bias_grad)
     grid = persistent_grid(plan, tiles, settings)
     constants = (settings.stages, slots, settings.group, *flags)
-    return Launch(glu_backward_gluon, grid, constants, tiles_of, **options)
+    return Launch(hidden_backward_gluon, grid, constants, tiles_of, **options)
 
 
 def glu_backward(
@@ -289,7 +278,7 @@ def glu_backward(
         gy_parts = sum_parts(plan, D_out)
         part_rows = ceil_div(M, settings.block_m) if bias_grad else 0
         if settings.family == "gluon":
-            part_rows *= settings.block_m // _gluon_chunk(settings, True)[0]
+            part_rows *= settings.block_m // gluon_chunk(settings, True)[0]
         gate_sum, up_sum, gy_sum = scratch(
             plan.device, (part_rows, H), (part_rows, H), (gy_parts if down_bias_grad else 0, D_out)
         )

@@ -91,7 +91,10 @@ def note_plan(plan: Plan) -> None:
         note(PlanNote(plan.op, "eager", plan.eager_reason, shape))
         return
     forward, backward = _LAUNCHES[plan.op](plan)
-    text = "; ".join(f"{name}: {settings}" for name, settings in plan.settings.items() if not name.endswith(".apart"))
+    ours = {name: settings for name, settings in plan.settings.items() if not name.endswith(".apart")}
+    if "grads" in ours:  # one launch for several products, or nothing of ours
+        ours.pop("dgrad" if ours["grads"].family == "gluon" else "grads")
+    text = "; ".join(f"{name}: {settings}" for name, settings in ours.items())
     note(PlanNote(plan.op, "fused", "", shape, forward, backward, text))
 
 
@@ -125,6 +128,9 @@ def _glu_mlp(plan: Plan) -> tuple[tuple[str, ...], tuple[str, ...]]:
         "dH, dGate, dUp, activation again, bias gradients",
         ("cuBLAS dH", "dGate, dUp, activation again, bias gradients"),
     )
+    grads = plan.settings["grads"]
+    if grads.family == "gluon":
+        return (*forward, "cuBLAS down"), (*hidden, f"dX, dWgate, dWup and dWdown [{grads}]")
     dgrad = _kernel(plan, "dgrad", "dX over gate and up", ("cuBLAS dX of gate", "cuBLAS dX of up, added"))
     return (*forward, "cuBLAS down"), (*hidden, *dgrad, "cuBLAS dWgate and dWup", "cuBLAS dWdown")
 

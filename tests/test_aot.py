@@ -118,8 +118,10 @@ def recorded_for(case: Case) -> list[Recorded]:
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_compiles_without_spills(case: Case, part: int, capfd: pytest.CaptureFixture[str]) -> None:
-    capability = case.capability
-    recorded = recorded_for(case)[part::PARTS]
+    expect_clean(recorded_for(case)[part::PARTS], case.capability, capfd)
+
+
+def expect_clean(recorded: list[Recorded], capability: int, capfd: pytest.CaptureFixture[str]) -> None:
     assert recorded, "nothing was launched"
     bad = []
     for entry in recorded:
@@ -135,6 +137,18 @@ def test_compiles_without_spills(case: Case, part: int, capfd: pytest.CaptureFix
         ):
             bad.append(f"{entry}: {report}")
     assert not bad, f"{len(bad)} of {len(recorded)} launches:\n" + "\n".join(bad)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_grouped_products_compile_without_spills(dtype: torch.dtype, capfd: pytest.CaptureFixture[str]) -> None:
+    """No table and no heuristic answers with them yet: the heuristic's tile and those of the sweep, forced."""
+    found: list[Recorded] = []
+    for tile in ({}, {"parts": 1, "stages": 5}, {"parts": 2, "stages": 5}, {"block_m": 64, "stages": 6}):
+        with settings.override(family="gluon", **tile), pretended(DEVICES["nvidia-h200"]) as recorded:
+            _run_all(dtype, 1024, 768, 3072, "gelu_tanh", False, True)
+            found += [entry for entry in recorded if entry.name == "glu_grads_gluon"]
+    assert len(found) == 4
+    expect_clean(found, 90, capfd)
 
 
 def answers(case: Case) -> set[tuple[str, Settings]]:

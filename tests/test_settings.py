@@ -15,7 +15,7 @@ import torch
 from fusedmlp import calculate_settings, settings
 from fusedmlp.settings import device, heuristic, tables
 from fusedmlp.settings.device import DeviceInfo
-from fusedmlp.settings.types import GLUON_OPS, OPS, Settings
+from fusedmlp.settings.types import GLUON_ONLY_OPS, GLUON_OPS, OPS, Settings
 
 H200 = DeviceInfo("nvidia-h200", (9, 0), 132)
 UNKNOWN = DeviceInfo("nvidia-unknown", (9, 0), 132)
@@ -57,6 +57,8 @@ def test_a_forced_family_is_the_one_used(op, family):
             with on(info), settings.override(family=family, warps=8):
                 found = calculate_settings(op, M, H, D, torch.bfloat16, "cuda")
                 expected = "tma" if family == "gluon" and op not in GLUON_OPS else family
+                if op in GLUON_ONLY_OPS and family != "gluon":
+                    expected = "pair"
                 assert (found.family, found.warps) == (expected if op != "relu_stack" else "pointer", 8)
 
 
@@ -70,6 +72,22 @@ def test_gluon_is_forced_only_where_there_is_such_a_kernel():
             assert calculate_settings("glu", 8192, 3072, 768, torch.bfloat16, "cuda").family == "tma"
         with on(H200):
             assert calculate_settings("glu", 8192, 3072, 768, torch.float32, "cuda").family == "pointer"
+
+
+def test_products_are_grouped_where_that_is_forced_or_switched_on():
+    def families(dtype=torch.bfloat16, tma=True):
+        return [calculate_settings("glu_grads", M, 3072, 768, dtype, "cuda", tma=tma).family for M in (512, 513, 2049)]
+
+    for info in (H200, UNKNOWN):
+        with on(info), settings.override(family="gluon"):
+            assert families() == ["gluon"] * 3
+            assert families(torch.float32) == families(tma=False) == ["pair"] * 3
+    for tokens, expected in ((range(0), "pair"), (range(513, 2049), "gluon")):
+        with on(UNKNOWN), mock.patch.object(heuristic, "_GROUPED_TOKENS", tokens):
+            assert families() == ["pair", expected, "pair"]
+            assert families(torch.float32) == families(tma=False) == ["pair"] * 3
+    with on(A100), settings.override(family="gluon"):
+        assert families() == ["pair"] * 3
 
 
 def test_a_gluon_row_does_not_serve_what_its_kernel_lacks():

@@ -1,4 +1,5 @@
-"""The gated MLP: two launches forward (gate, up and product; down), four backward (hidden; dX; dWgate/dWup; dWdown)."""
+"""The gated MLP: two launches forward (gate, up and product; down), four backward (hidden; dX; dWgate/dWup; dWdown), or
+two where the last three are grouped."""
 
 from __future__ import annotations
 
@@ -78,13 +79,18 @@ def backward(
     if needs_x or needs_gate or needs_up or needs_bg or needs_bu:
         hidden = run.glu_backward(plan, gy, down, gate_up, needs_down, needs_bg or needs_bu, needs_bd)
         dgate_up, h, dbg, dbu, dbd = hidden
-        if needs_down:
-            assert h is not None
-            dwd = torch.mm(gy.t(), h)  # first of the products: h is free before the others need room
-        del hidden, h
-        if needs_x:
-            dx = run.dual_dgrad(plan, dgate_up, gate, up)
-        dwg, dwu = _weight_grads(plan, dgate_up, x, gate, needs_gate, needs_up)
+        if needs_x and needs_gate and needs_up and needs_down and plan.settings["grads"].family == "gluon":
+            dx, dwgu, dwd = plan.launchers.glu_grads.glu_grads(plan, gy, h, dgate_up, x, gate, up)
+            assert dwgu is not None
+            dwg, dwu = torch.unsafe_split(dwgu, gate.shape[0])
+        else:
+            if needs_down:
+                assert h is not None
+                dwd = torch.mm(gy.t(), h)  # first of the products: h is free before the others need room
+            del hidden, h
+            if needs_x:
+                dx = run.dual_dgrad(plan, dgate_up, gate, up)
+            dwg, dwu = _weight_grads(plan, dgate_up, x, gate, needs_gate, needs_up)
     else:
         dwd = torch.mm(gy.t(), run.glu_act(plan, gate_up))
         dbd = gy.sum(0) if needs_bd else None

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from . import device, heuristic, tables
-from .types import FAMILIES, GLUON_OPS, OPS, Settings
+from .types import FAMILIES, GLUON_ONLY_OPS, GLUON_OPS, OPS, Settings
 
 __all__ = ["FAMILIES", "OPS", "Settings", "calculate_settings", "override", "overridden"]
 
@@ -25,7 +25,8 @@ _override: ContextVar[tuple[tuple[str, Any], ...]] = ContextVar("fusedmlp_settin
 def override(**fields: Any) -> Iterator[None]:
     """Force fields of every :class:`Settings` calculated inside, e.g. ``override(family="pointer", stages=2)``.
 
-    A forced ``family`` that the shape cannot take (TMA needs 16-byte strides) is not forced there.
+    A forced ``family`` that the shape cannot take (TMA needs 16-byte strides), or of which an operation has no kernel,
+    is not forced there.
 
     Raises:
         TypeError: a name is not a field of :class:`Settings`; the message lists them.
@@ -81,6 +82,8 @@ def calculate_settings(
         family = "tma"
     if family == "tma" and not tma:
         family = "pointer"
+    if op in GLUON_ONLY_OPS and family in ("tma", "pointer"):
+        family = "pair"
     found = tables.lookup(info.slug, op, M, N, K, dtype, precision, tma, gluon) if family is None else None
     if found is None:
         family = family or heuristic.family(op, M, N, K, dtype, tma, gluon, info)

@@ -22,11 +22,16 @@ def tma_dtype(dtype: torch.dtype) -> bool:
 _PAIR_FROM = {"glu_backward": 3e10}
 # Tiles of 128 x 128 that keep the warp-specialised kernels' programs busy: two warpgroups each, on 132 multiprocessors.
 _GLUON_FROM = {"glu": 64, "glu_backward": 130, "linear_act": 130, "act_backward": 130}
+# Tokens at which the three products after the gated backward share a launch. Below, cuBLAS splits the sums where that
+# fills the device; above, each product fills it alone. Empty until a sweep decides; range(513, 2049) is what it is for.
+_GROUPED_TOKENS = range(0)
 
 
 def family(op: str, M: int, N: int, K: int, dtype: torch.dtype, tma: bool, gluon: bool, info: DeviceInfo) -> str:
     if op == "relu_stack":
         return "pointer"
+    if op == "glu_grads":
+        return "gluon" if gluon and M in _GROUPED_TOKENS else "pair"
     if gluon and M > 256 and _tiles(M, N, 128, 128) >= _GLUON_FROM[op]:
         return "gluon"
     if info.slug == "interpreter":
@@ -90,6 +95,8 @@ def _pointer(op: str, M: int, N: int, dtype: torch.dtype, aligned: bool) -> Sett
 
 
 def _gluon(op: str, M: int, N: int, K: int) -> Settings:
+    if op == "glu_grads":
+        return Settings("gluon", 128, 128, 64, parts=2, warps=4, stages=6)
     tiles = _tiles(M, N, 128, 128)
     if op == "linear_act":
         return Settings("gluon", 128, 128, 64, parts=2, warps=4, stages=6)

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 # and one pointwise kernel.
 FAMILIES = ("gluon", "tma", "pointer", "pair")
 # What has a Gluon kernel.
-GLUON_OPS = ("linear_act", "glu", "glu_backward", "act_backward")
+GLUON_OPS = ("linear_act", "glu", "glu_backward", "glu_grads", "act_backward")
+# What has no kernel of ours but a Gluon one: "pair" means the separate launches that it stands for.
+GLUON_ONLY_OPS = ("glu_grads",)
 
-OPS = ("linear_act", "glu", "glu_backward", "act_backward", "dual_dgrad", "relu_stack")
+OPS = ("linear_act", "glu", "glu_backward", "glu_grads", "act_backward", "dual_dgrad", "relu_stack")
 
 
 @dataclass(frozen=True)

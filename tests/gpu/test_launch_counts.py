@@ -21,6 +21,7 @@ from fusedmlp import (
     FusedReLUMLP,
     FusedSwiGLUMLP,
     count_launches,
+    settings,
 )
 from fusedmlp.profiling import LaunchCounts, ProfilerError
 
@@ -171,6 +172,20 @@ def test_frozen_biases_reduce_nothing(cls: Any) -> None:
         forward, step = _passes(layer, x)
         backwards.append(step.kernels - forward.kernels)
     assert backwards == [2, 2]
+
+
+@pytest.mark.parametrize("cls", [FusedGeGLUMLP, FusedSwiGLUMLP])
+def test_grouped_products_make_a_step_of_four_launches(cls: Any) -> None:
+    """Two forward; backward the hidden kernel, and one launch for dX, dWgate, dWup and dWdown."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("the grouped launch is a kernel for compute capability 9.x")
+    layer = cls(HIDDEN, INTERMEDIATE, device="cuda", dtype=DTYPE)
+    x = torch.randn(1024, HIDDEN, device="cuda", dtype=DTYPE, requires_grad=True)
+    with settings.override(family="gluon"):
+        forward, step = _passes(layer, x)
+    assert (forward.kernels, step.kernels) == (2, 4), step.counts
+    assert step.split == forward.split, step.counts  # no cuBLAS product is left in backward
+    assert step.counts.memcpy == 0, step.counts
 
 
 def test_no_grad_forward_is_no_longer_than_one_with_gradients() -> None:

@@ -220,6 +220,12 @@ class Shared:
     def reshape(self, shape: Sequence[int]) -> Shared:
         return self._view(self.data.view(*shape))
 
+    def _reinterpret(self, dtype: DType | torch.dtype, shape: Sequence[int], layout: Layout | None) -> Shared:
+        """The same bytes in another shape. How they lie there is not modelled: what was stored must be read alike."""
+        expect(_torch(dtype) is self.data.dtype, f"{self.name} of {self.dtype} as {dtype} is not modelled")
+        expect(math.prod(shape) == self.numel, f"{self.name} is {self.shape}, and not {list(shape)}")
+        return Shared(self.name, self.allocation, self.data.view(*shape), layout)
+
     def access(self, what: str, by: Partition, write: bool, generic: bool, **options: Any) -> Access:
         region = tuple(self.data.shape), self.data.stride(), int(self.data.storage_offset())
         access = Access(what, self.name, region, write, generic, **{"actor": by, "epoch": by.epoch, **options})

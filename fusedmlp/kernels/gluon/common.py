@@ -68,10 +68,22 @@ def pass_turn(turns, WHO: gl.constexpr):
 
 
 @gluon.jit
-def multiply(acc, a_bufs, b_bufs, full, empty, first, steps, STAGES: gl.constexpr, ROWS_OF_B: gl.constexpr):
+def multiply(
+    acc,
+    a_bufs,
+    b_bufs,
+    full,
+    empty,
+    first,
+    steps,
+    STAGES: gl.constexpr,
+    ROWS_OF_B: gl.constexpr,
+    COLUMNS_OF_A: gl.constexpr = False,
+):
     """``acc = sum over the ring's next steps of a b``, the last product still in flight; call :func:`finish` on it.
 
     ROWS_OF_B: b lies as the columns' weights, [BLOCK_N, BLOCK_K]; otherwise as [BLOCK_K, BLOCK_N].
+    COLUMNS_OF_A: a lies as [BLOCK_K, BLOCK_M]; otherwise as [BLOCK_M, BLOCK_K]. wgmma takes 16-bit types either way.
     A buffer goes back one step late, when its product is known to have read it.
     """
     for k in range(steps):
@@ -79,6 +91,8 @@ def multiply(acc, a_bufs, b_bufs, full, empty, first, steps, STAGES: gl.constexp
         wait_full(full, i, STAGES)
         a = a_bufs.index(i % STAGES)
         b = b_bufs.index(i % STAGES)
+        if COLUMNS_OF_A:
+            a = a.permute((1, 0))
         if ROWS_OF_B:
             b = b.permute((1, 0))
         acc = warpgroup_mma(a, b, acc, use_acc=k > 0, is_async=True)

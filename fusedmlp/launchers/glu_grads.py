@@ -1,0 +1,105 @@
+"""The launch of the grouped products after the gated backward: dX, dWgate with dWup, dWdown."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..launch import Launch
+from ..plan import Plan
+from ..settings import Settings
+from ..settings.device import info
+from .common import as_rows, ceil_div, half_tiles, persistent_grid, prepared, rows_tile
+
+
+def _launch(
+    plan: Plan,
+    settings: Settings,
+    gy: Tensor,
+    h: Tensor | None,
+    x: Tensor,
+    gate_weight: Tensor,
+    up_weight: Tensor,
+    dx: Tensor | None,
+    dgate_up_weight: Tensor | None,
+    ddown_weight: Tensor | None,
+) -> Launch:
+    from ..kernels.gluon.glu_grads import glu_grads_gluon
+
+    M, D_out = gy.shape
+    H, D = gate_weight.shape
+    m, n, k = settings.block_m, settings.block_n, settings.block_k
+    columns = n // settings.parts
+    dgate_tile, dup_tile = half_tiles(M, H, m, k)
+    dgate_t_tile, dup_t_tile = half_tiles(M, H, k, m)
+    tiles_of = {0: dgate_tile, 2: rows_tile(gate_weight, k, n), 4: dgate_t_tile}
+    tiles = 0
+    if dx is not None:
+        tiles_of |= {1: dup_tile, 3: rows_tile(up_weight, k, n), 9: rows_tile(dx, m, columns)}
+        tiles += ceil_div(M, m) * ceil_div(D, n)
+    if dgate_up_weight is not None:
+        dgate_rows = rows_tile(dgate_up_weight[:H], m, columns)
+        dup_rows = dgate_rows._replace(offset=H * D)
+        tiles_of |= {5: dup_t_tile, 6: rows_tile(x, k, n), 10: dgate_rows, 11: dup_rows}
+        tiles += 2 * ceil_div(H, m) * ceil_div(D, n)
+    if ddown_weight is not None:
+        assert h is not None
+        tiles_of |= {7: rows_tile(gy, k, m), 8: rows_tile(h, k, n), 12: rows_tile(ddown_weight, m, columns)}
+        tiles += ceil_div(D_out, m) * ceil_div(H, n)
+    room = (info(plan.device).shared - 1024) // gy.element_size() - settings.stages * (m + n) * k
+    buffers = max(1, min(2, room // (2 * m * columns)))  # of each warpgroup; barriers need less than a kilobyte
+    needs = (dx is not None, dgate_up_weight is not None, ddown_weight is not None)
+    constants = (settings.stages, buffers, settings.group, columns, *needs)
+    grid = persistent_grid(plan, tiles, settings)
+    return Launch(glu_grads_gluon, grid, constants, tiles_of, num_warps=settings.warps)
+
+
+def glu_grads(
+    plan: Plan,
+    gy: Tensor,
+    h: Tensor | None,
+    dgate_up: Tensor,
+    x: Tensor,
+    gate_weight: Tensor,
+    up_weight: Tensor,
+    needs_x: bool = True,
+    needs_gate_up: bool = True,
+    needs_down: bool = True,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """``(dX [M, D], dWgate above dWup [2H, D], dWdown [D_out, H])``, None for what was not asked for.
+
+    gy: contiguous, aligned [M, D_out]; h: [M, H], needed for dWdown; dgate_up: contiguous [M, 2H].
+    """
+    M, D_out = gy.shape
+    H, D = gate_weight.shape
+    x = as_rows(x, D, tma=True)
+    dx = gy.new_empty(M, D) if needs_x else None
+    dgate_up_weight = gy.new_empty(2 * H, D) if needs_gate_up else None
+    ddown_weight = gy.new_empty(D_out, H) if needs_down else None
+    launch = prepared(
+        plan,
+        ("grads", needs_x, needs_gate_up, needs_down),
+        lambda: _launch(
+            plan, plan.settings["grads"], gy, h, x, gate_weight, up_weight, dx, dgate_up_weight, ddown_weight
+        ),
+    )
+    launch(
+        plan.device_index,
+        dgate_up,
+        dgate_up if needs_x else None,
+        gate_weight,
+        up_weight if needs_x else None,
+        dgate_up,
+        dgate_up if needs_gate_up else None,
+        x if needs_gate_up else None,
+        gy if needs_down else None,
+        h if needs_down else None,
+        dx,
+        dgate_up_weight,
+        dgate_up_weight,
+        ddown_weight,
+        M,
+        H,
+        D,
+        D_out,
+    )
+    return dx, dgate_up_weight, ddown_weight

@@ -1,0 +1,226 @@
+"""The grouped products after the gated backward, in the simulator of their barriers, rings and TMA accesses, against
+float64; and the schedule that every program makes for itself, alone."""
+
+from __future__ import annotations
+
+import heapq
+from itertools import product
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support import gluon_sim
+from support.aot import DEVICES, pretended
+from support.gluon_sim import Descriptor, launch
+from torch import Tensor
+
+from fusedmlp import explain_plan, functional, settings
+
+MODULE = "fusedmlp.kernels.gluon.glu_grads"
+# Three sizes that differ, so that an operand seen the wrong way round does not fit.
+BLOCK_M, BLOCK_N, BLOCK_K = 32, 16, 8
+# M, H, D, D_out, programs: ragged in all dimensions; one tile each; dX the shorter sum; more programs than tiles; one
+# program; programs with a dX tile and without, in a number that nothing is a multiple of.
+SHAPES = [
+    (40, 40, 24, 40, 3),
+    (8, 8, 8, 8, 2),
+    (130, 20, 24, 12, 5),
+    (36, 24, 20, 36, 40),
+    (20, 44, 12, 70, 1),
+    (70, 72, 24, 20, 7),
+]
+RINGS = [(2, 1, 16), (3, 2, 8), (5, 1, 8)]  # stages, buffers, columns of a store
+NEEDS = [needs for needs in product((True, False), repeat=3) if any(needs)]
+ALL = (True, True, True)
+
+
+def check_grads(shape, ring, needs=ALL, strided=False, seed=0):
+    kernel = gluon_sim.load(MODULE).glu_grads_gluon
+    M, H, D, D_out, programs = shape
+    stages, buffers, columns = ring
+    needs_x, needs_gate_up, needs_down = needs
+    gy, h, x, dgate_up = torch.randn(M, D_out), torch.randn(M, H), torch.randn(M, D), torch.randn(M, 2 * H)
+    gate, up = (torch.randn(H, D + pad)[:, :D] for pad in ((8, 16) if strided else (0, 0)))
+    dx, dgate_up_weight, ddown = (torch.full(size, torch.nan) for size in ((M, D), (2 * H, D), (D_out, H)))
+    dgate, dup = dgate_up[:, :H], dgate_up[:, H:]
+
+    def seen(tensor: Tensor, wanted: bool, *box: int) -> Descriptor | None:
+        return Descriptor(tensor, box) if wanted else None
+
+    launch(
+        kernel,
+        programs,
+        4,
+        seen(dgate, True, BLOCK_M, BLOCK_K),
+        seen(dup, needs_x, BLOCK_M, BLOCK_K),
+        seen(gate, True, BLOCK_K, BLOCK_N),
+        seen(up, needs_x, BLOCK_K, BLOCK_N),
+        seen(dgate, True, BLOCK_K, BLOCK_M),
+        seen(dup, needs_gate_up, BLOCK_K, BLOCK_M),
+        seen(x, needs_gate_up, BLOCK_K, BLOCK_N),
+        seen(gy, needs_down, BLOCK_K, BLOCK_M),
+        seen(h, needs_down, BLOCK_K, BLOCK_N),
+        seen(dx, needs_x, BLOCK_M, columns),
+        seen(dgate_up_weight[:H], needs_gate_up, BLOCK_M, columns),
+        seen(dgate_up_weight[H:], needs_gate_up, BLOCK_M, columns),
+        seen(ddown, needs_down, BLOCK_M, columns),
+        *(M, H, D, D_out, stages, buffers, 2, columns, *needs),
+        seed=seed,
+    )
+    exact = (
+        dgate.double() @ gate.double() + dup.double() @ up.double(),
+        dgate_up.double().T @ x.double(),
+        gy.double().T @ h.double(),
+    )
+    for found, right, wanted in zip((dx, dgate_up_weight, ddown), exact, needs, strict=True):
+        if wanted:
+            assert float((found.double() - right).norm() / right.norm()) < 2e-6
+        else:
+            assert found.isnan().all()
+
+
+@pytest.mark.parametrize("ring", RINGS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_all_three(shape, ring):
+    for seed in range(2):
+        check_grads(shape, ring, seed=seed)
+
+
+@pytest.mark.parametrize("needs", NEEDS, ids=str)
+def test_each_combination(needs):
+    for shape in SHAPES:
+        check_grads(shape, (3, 1, 8), needs)
+
+
+@pytest.mark.parametrize("shape", SHAPES[:3], ids=str)
+def test_weights_with_row_strides_of_their_own(shape):
+    check_grads(shape, (3, 1, 16), strided=True)
+
+
+# M, H, D, D_out, programs and blocks of the schedule: what an H200 is to run, and small ones of every kind.
+REAL = [(M, H, D, D, 132, 128, 128, 64) for M in (1, 512, 1024, 2048, 8192) for D, H in ((768, 3072), (2304, 9216))]
+SMALL = [(*shape, BLOCK_M, BLOCK_N, BLOCK_K) for shape in SHAPES]
+
+
+@pytest.mark.parametrize("needs", [ALL, (True, False, False), (False, True, True), (True, False, True)], ids=str)
+@pytest.mark.parametrize("case", REAL + SMALL, ids=str)
+def test_the_schedule_is_the_greedy_one(case, needs):
+    """Each tile once, steps counted on without gaps, and loads as by giving each tile, longest first, to whoever has
+    least to do."""
+    M, H, D, D_out, programs, m, n, k = case
+    module = gluon_sim.load(MODULE)
+    seen, loads, sums = [], [], []
+    for program in range(programs):
+        place = {"program_id": lambda axis, p=program: p, "num_programs": lambda axis: programs}
+        module.gl = SimpleNamespace(cdiv=lambda a, b: -(-a // b), minimum=min, **place)
+        own, shares = module._shares(M, H, D, D_out, m, n, k, *needs)
+        steps_before = 0
+        for j in range(own):
+            kind, row, column, first, steps = module._nth(j, shares, M, H, D, D_out, m, n, needs[1], 8)
+            assert first == steps_before
+            assert steps == (2 * -(-H // k) if kind == 0 else -(-M // k))
+            steps_before += steps
+            seen.append((kind, row, column))
+            sums.append(steps)
+        loads.append(steps_before)
+    sizes = ((M, D), (H, D), (H, D), (D_out, H))
+    wanted = {
+        (kind, row, column)
+        for kind, (rows, columns) in enumerate(sizes)
+        if needs[(0, 1, 1, 2)[kind]]
+        for row in range(0, rows, m)
+        for column in range(0, columns, n)
+    }
+    assert len(seen) == len(wanted) and set(seen) == wanted
+    greedy = [0] * programs
+    for steps in sorted(sums, reverse=True):
+        heapq.heapreplace(greedy, greedy[0] + steps)
+    assert sorted(loads) == sorted(greedy)
+
+
+FAULTS = [
+    ("        take_turn(turns, j // 2, WHO)\n", ""),
+    ("    pass_turn(turns, WHO)\n", ""),
+    ("    acc = finish(acc, empty, first + steps, STAGES)\n", ""),
+    ("        wait_empty(empty, i + k, STAGES)\n", ""),
+    ("        stage = (i + k) % STAGES\n", "        stage = k % STAGES\n"),
+    ("first = own_longs * long_steps + s * short_steps", "first = j * short_steps"),
+    ("+ s * short_steps\n", "+ own_catching_up * short_steps\n"),
+    ("    tma.store_wait(BUFFERS - 1)\n    buf = outs", "    buf = outs"),
+    ("    # fmt: on\n    tma.store_wait(0)\n", "    # fmt: on\n"),
+    ("    fence_async_shared()\n    if NEED_X", "    if NEED_X"),
+    ("a_desc.block_type.nbytes + b_desc.block_type.nbytes", "a_desc.block_type.nbytes"),
+    ("i + half, half, row", "i, half, row"),
+    ("(dup_desc, up_desc, a_bufs", "(dup_desc, gate_desc, a_bufs"),
+    ("product = 1 + tile // gate_tiles", "product = 1 + tile % 2"),
+    ("tile = catching_up + rank +", "tile = rank +"),
+    ("num_outstanding=1", "num_outstanding=2"),
+    ("pred=k > 0)\n    return acc", "pred=k > 1)\n    return acc"),
+]
+
+
+@pytest.mark.parametrize("right, wrong", FAULTS, ids=lambda text: text.strip()[:40])
+def test_faults_are_noticed(right, wrong, monkeypatch):
+    """The tests above can fail: each of these changes makes one of them do so."""
+    plain = gluon_sim.load
+    plain(MODULE, {right: wrong})  # the text is there
+    monkeypatch.setattr(gluon_sim, "load", lambda name: plain(name, {right: wrong}))
+    monkeypatch.setattr(gluon_sim, "LIMIT", 5.0)
+
+    def all_shapes():
+        for shape, ring in product(SHAPES, RINGS[:2]):
+            check_grads(shape, ring)
+
+    with pytest.raises((AssertionError, TimeoutError)):
+        all_shapes()
+
+
+def launched(dtype=torch.bfloat16, H=3072, D=768, frozen=(), apart=False, device="nvidia-h200", **forced):
+    """What a step of a gated MLP launches of ours, in order, and what is said of it."""
+
+    def make(rows: int, columns: int, name: str = "", pad: int = 0) -> Tensor:
+        base = torch.empty(rows, columns + pad, dtype=dtype, device="meta")
+        return base[:, :columns].requires_grad_(name not in frozen)
+
+    operands = make(8192, D, "x"), make(H, D, "gate"), make(H, D, "up", 64 if apart else 0), make(D, H, "down")
+    with settings.override(**forced), pretended(DEVICES[device]) as recorded:
+        note = explain_plan(lambda: functional.glu_mlp(*operands, activation="gelu_tanh")).notes[0]
+        y = functional.glu_mlp(*operands, activation="gelu_tanh")
+        del recorded[:]
+        if y.requires_grad:
+            y.backward(torch.empty_like(y))
+        grads = [None if t.grad is None else tuple(t.grad.shape) for t in operands]
+    assert grads == [None if n in frozen else tuple(t.shape) for n, t in zip(NAMES, operands, strict=True)]
+    return [entry.name for entry in recorded], note
+
+
+NAMES = ("x", "gate", "up", "down")
+
+
+def test_a_step_that_is_forced_to_group_them_makes_one_launch_of_the_three():
+    for extra in ({}, {"apart": True}, {"dtype": torch.float16}, {"H": 3080}):
+        names, note = launched(**extra, family="gluon")
+        assert names == ["hidden_backward_gluon", "glu_grads_gluon"]
+        assert len(note.backward) == 2 and "dX, dWgate, dWup and dWdown [gluon 128x128x64" in note.backward[1]
+        assert "grads: gluon" in note.settings and "dgrad" not in note.settings
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        {},
+        {"family": "tma"},
+        {"family": "pair"},
+        {"family": "gluon", "dtype": torch.float32},
+        {"family": "gluon", "H": 3076},
+        {"family": "gluon", "D": 764},
+        {"family": "gluon", "device": "nvidia-b200"},
+        *({"family": "gluon", "frozen": (name,)} for name in NAMES),
+    ],
+    ids=str,
+)
+def test_everywhere_else_the_products_stay_apart(case):
+    names, note = launched(**case)
+    assert names[0].startswith(("glu_", "hidden_")) and "glu_grads_gluon" not in names
+    if "frozen" not in case:
+        assert len(note.backward) >= 4 and "grads:" not in note.settings

@@ -211,6 +211,7 @@ def _choose_linear_act(plan: Plan) -> None:
 def _choose_glu_mlp(plan: Plan) -> None:
     D, H, _, D_out = plan.widths
     plan.choose("forward", "glu", H, D)
+    plan.choose("down", "down", D_out, H)
     plan.choose("backward", "glu_backward", H, D_out, gluon=not plan.biased)  # that kernel makes no bias gradients
     plan.choose("dgrad", "dual_dgrad", D, H)
     # For gate and up weights that one descriptor cannot span, which only their addresses tell.
@@ -221,6 +222,7 @@ def _choose_glu_mlp(plan: Plan) -> None:
 def _choose_mlp(plan: Plan) -> None:
     D, H, D_out = plan.widths
     plan.choose("forward", "linear_act", H, D)
+    plan.choose("down", "down", D_out, H)
     plan.choose("backward", "act_backward", H, D_out)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,12 +29,13 @@ from fusedmlp.activations import resolve_activation
 from fusedmlp.launchers.act import act_backward
 from fusedmlp.launchers.glu import dual_dgrad, glu_backward, glu_forward
 from fusedmlp.launchers.linear import linear_act
+from fusedmlp.launchers.small import down
 from fusedmlp.plan import Plan
 from fusedmlp.settings.device import info
-from fusedmlp.settings.types import Settings
+from fusedmlp.settings.types import SMALL_TOKENS, Settings
 
 WIDTHS = ((384, 1536), (768, 3072), (1024, 4096), (2304, 9216), (4096, 14336))
-TOKENS = (16, 128, 1024, 2048, 8192)
+TOKENS = (16, 64, 128, 1024, 2048, 8192)
 SETS = 3  # input sets in turn
 CALLS = 4 * SETS  # in a graph, so that its own start is a small part of the time
 # cuBLAS and a pointwise kernel are one launch more than a fused kernel, which must pay for itself: about what a
@@ -48,6 +49,11 @@ WORST = 1.5e-2  # relative error against PyTorch in bf16; roundings differ, form
 
 def tma(m: int, n: int, k: int, parts: int, warps: int, stages: int, ctas: int) -> Settings:
     return Settings("tma", m, n, k, parts=parts, warps=warps, stages=stages, ctas_per_sm=ctas)
+
+
+def small(n: int, k: int, stages: int, splits: int = 1, warps: int = 4) -> Settings:
+    """For small batches; block_m follows the tokens."""
+    return Settings("small", 0, n, k, parts=splits, warps=warps, stages=stages)
 
 
 def gluon(m: int, n: int, k: int, parts: int, warps: int, stages: int) -> Settings:
@@ -72,6 +78,35 @@ CANDIDATES = {
         tma(64, 32, 128, 1, 4, 4, 2),
         tma(64, 32, 64, 1, 4, 5, 3),
         tma(64, 16, 128, 1, 4, 4, 3),
+        small(64, 64, 5),
+        small(64, 64, 4),
+        small(64, 128, 3),
+        small(64, 128, 4),
+        small(32, 64, 5),
+        small(32, 128, 3),
+        small(32, 128, 4),
+        small(32, 256, 3),
+        small(16, 128, 4),
+        small(16, 256, 3),
+        small(128, 64, 4, warps=8),
+    ),
+    "down": (
+        Settings("pair"),
+        small(64, 64, 5, 2),
+        small(64, 64, 5, 4),
+        small(64, 64, 5, 8),
+        small(64, 64, 5, 12),
+        small(64, 128, 4, 2),
+        small(64, 128, 4, 4),
+        small(64, 128, 4, 8),
+        small(32, 64, 5, 4),
+        small(32, 128, 4),
+        small(32, 128, 4, 2),
+        small(32, 128, 4, 4),
+        small(32, 128, 4, 6),
+        small(32, 256, 3, 2),
+        small(16, 256, 3),
+        small(16, 256, 3, 2),
     ),
     "glu_backward": (
         Settings("pair"),
@@ -136,6 +171,7 @@ CANDIDATES = {
 
 PASS = {
     "glu": "forward",
+    "down": "forward",
     "linear_act": "forward",
     "glu_backward": "backward",
     "dual_dgrad": "backward",
@@ -152,6 +188,7 @@ class Problem:
     up: Tensor
     down: Tensor
     gy: Tensor
+    h: Tensor
     gate_up: Tensor
     dgate_up: Tensor
     bias: Tensor
@@ -168,6 +205,7 @@ class Problem:
             normal(H, D, scale=D**-0.5),
             normal(D, H, scale=H**-0.5),
             normal(M, D),
+            normal(M, H),
             normal(M, 2 * H),
             normal(M, 2 * H),
             normal(H),
@@ -177,7 +215,7 @@ class Problem:
 
 def plan_of(op: str, p: Problem) -> Plan:
     act = resolve_activation("gelu_tanh")
-    if op in ("glu", "glu_backward", "dual_dgrad"):
+    if op in ("glu", "down", "glu_backward", "dual_dgrad"):
         return plans.find("glu_mlp", act, p.x, (p.gate, p.up, p.down), (None, None, None))
     return plans.find("mlp", act, p.x, (p.gate, p.down), (p.bias, None))
 
@@ -188,6 +226,8 @@ def run_ours(op: str, plan: Plan, p: Problem) -> Tensor:
         h, _ = glu_forward(plan, p.x, p.gate, p.up, None, None, save=True)
         assert h is not None
         return h
+    if op == "down":
+        return down(plan, p.h, p.down, None)
     if op == "glu_backward":
         return glu_backward(plan, p.gy, p.down, p.gate_up, True, False, False)[0]
     if op == "dual_dgrad":
@@ -202,6 +242,8 @@ def run_torch(op: str, p: Problem) -> Tensor:
     gelu = torch.nn.functional.gelu
     if op == "glu":
         return gelu(p.x @ p.gate.t(), approximate="tanh") * (p.x @ p.up.t())
+    if op == "down":
+        return p.h @ p.down.t()
     if op == "dual_dgrad":
         return torch.addmm(p.dgate_up[:, :H] @ p.gate, p.dgate_up[:, H:], p.up)
     if op == "linear_act":
@@ -218,12 +260,19 @@ def run_in_turn(op: str, plan: Plan, problems: list[Problem], i: int) -> Tensor:
     return run_ours(op, plan, problems[i % SETS])
 
 
+def candidates(op: str, M: int) -> list[Settings]:
+    """Those that can serve M tokens."""
+    padded = 16 if M <= 16 else 32 if M <= 32 else 64
+    found = [c for c in CANDIDATES[op] if c.family != "small" or M <= SMALL_TOKENS]
+    return [replace(c, block_m=padded) if c.family == "small" else c for c in found]
+
+
 def sweep(op: str, M: int, D: int, H: int, dtype: torch.dtype, rows: list[dict[str, Any]]) -> Settings | None:
     """The fastest right candidate at one shape; a row for each that ran."""
     problems = [Problem.make(M, D, H, dtype) for _ in range(SETS)]
     expected = run_torch(op, problems[0]).double()
     best: tuple[float, Settings] | None = None
-    for candidate in CANDIDATES[op]:
+    for candidate in candidates(op, M):
         try:
             with settings.override(**asdict(candidate)):
                 plan = plan_of(op, problems[0])
@@ -237,7 +286,7 @@ def sweep(op: str, M: int, D: int, H: int, dtype: torch.dtype, rows: list[dict[s
             continue
         rows.append(common.row(op, PASS[op], (M, D, H), str(candidate), "graph_us", times))
         cost = rows[-1]["median"]
-        if candidate.family == "pair":
+        if candidate.family == "pair" and op != "down":  # there it is one launch too
             cost += PAIR_MUST_SAVE if op in PAIR_MAY_SERVE else float("inf")
         if best is None or cost < best[0]:
             best = (cost, candidate)
@@ -281,7 +330,7 @@ def main() -> int:
                 plans.clear()
                 if found is None:
                     continue
-                N, K = (D, H) if op == "dual_dgrad" else (H, D)
+                N, K = (D, H) if op in ("dual_dgrad", "down") else (H, D)
                 for dtype in ("bfloat16", "float16"):  # operands of one size at one tensor-core rate
                     row = {"op": op, "dtype": dtype, "precision": "", "M": M, "N": N, "K": K}
                     table.append({**row, "settings": asdict(found)})

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,12 +30,13 @@ from fusedmlp.launchers.act import act_backward
 from fusedmlp.launchers.glu import dual_dgrad, glu_backward, glu_forward
 from fusedmlp.launchers.glu_grads import glu_grads
 from fusedmlp.launchers.linear import linear_act
+from fusedmlp.launchers.small import down
 from fusedmlp.plan import Plan
 from fusedmlp.settings.device import info
-from fusedmlp.settings.types import Settings
+from fusedmlp.settings.types import SMALL_TOKENS, Settings
 
 WIDTHS = ((384, 1536), (768, 3072), (1024, 4096), (2304, 9216), (4096, 14336))
-TOKENS = (16, 128, 1024, 2048, 8192)
+TOKENS = (16, 64, 128, 1024, 2048, 8192)
 SETS = 3  # input sets in turn
 CALLS = 4 * SETS  # in a graph, so that its own start is a small part of the time
 # cuBLAS and a pointwise kernel are one launch more than a fused kernel, which must pay for itself: about what a
@@ -44,14 +45,19 @@ CALLS = 4 * SETS  # in a graph, so that its own start is a small part of the tim
 PAIR_MUST_SAVE = 25.0
 # The table may take it where it holds no more memory than eager does; elsewhere it is measured to be compared with.
 PAIR_MAY_SERVE = ("glu_backward", "dual_dgrad", "glu_grads")
-# Three separate products against one launch: where the pair is the faster the device is busy long enough to hide the
-# host, and what it runs is what ran before, so that it need not pay for itself.
-PAIR_IS_FREE = ("glu_grads",)
+# Of these the pair need not pay for itself. Three separate products against one launch: where they are the faster the
+# device is busy long enough to hide the host. The last product: cuBLAS alone is one launch too.
+PAIR_IS_FREE = ("glu_grads", "down")
 WORST = 1.5e-2  # relative error against PyTorch in bf16; roundings differ, formulas must not
 
 
 def tma(m: int, n: int, k: int, parts: int, warps: int, stages: int, ctas: int) -> Settings:
     return Settings("tma", m, n, k, parts=parts, warps=warps, stages=stages, ctas_per_sm=ctas)
+
+
+def small(n: int, k: int, stages: int, splits: int = 1, warps: int = 4) -> Settings:
+    """For small batches; block_m follows the tokens."""
+    return Settings("small", 0, n, k, parts=splits, warps=warps, stages=stages)
 
 
 def gluon(m: int, n: int, k: int, parts: int, warps: int, stages: int) -> Settings:
@@ -76,6 +82,35 @@ CANDIDATES = {
         tma(64, 32, 128, 1, 4, 4, 2),
         tma(64, 32, 64, 1, 4, 5, 3),
         tma(64, 16, 128, 1, 4, 4, 3),
+        small(64, 64, 5),
+        small(64, 64, 4),
+        small(64, 128, 3),
+        small(64, 128, 4),
+        small(32, 64, 5),
+        small(32, 128, 3),
+        small(32, 128, 4),
+        small(32, 256, 3),
+        small(16, 128, 4),
+        small(16, 256, 3),
+        small(128, 64, 4, warps=8),
+    ),
+    "down": (
+        Settings("pair"),
+        small(64, 64, 5, 2),
+        small(64, 64, 5, 4),
+        small(64, 64, 5, 8),
+        small(64, 64, 5, 12),
+        small(64, 128, 4, 2),
+        small(64, 128, 4, 4),
+        small(64, 128, 4, 8),
+        small(32, 64, 5, 4),
+        small(32, 128, 4),
+        small(32, 128, 4, 2),
+        small(32, 128, 4, 4),
+        small(32, 128, 4, 6),
+        small(32, 256, 3, 2),
+        small(16, 256, 3),
+        small(16, 256, 3, 2),
     ),
     "glu_backward": (
         Settings("pair"),
@@ -154,6 +189,7 @@ CANDIDATES = {
 
 PASS = {
     "glu": "forward",
+    "down": "forward",
     "linear_act": "forward",
     "glu_backward": "backward",
     "glu_grads": "backward",
@@ -171,11 +207,11 @@ class Problem:
     up: Tensor
     down: Tensor
     gy: Tensor
+    h: Tensor
     gate_up: Tensor
     dgate_up: Tensor
     bias: Tensor
     pre: Tensor
-    h: Tensor
 
     @classmethod
     def make(cls, M: int, D: int, H: int, dtype: torch.dtype) -> Problem:
@@ -188,10 +224,10 @@ class Problem:
             normal(H, D, scale=D**-0.5),
             normal(D, H, scale=H**-0.5),
             normal(M, D),
+            normal(M, H),
             normal(M, 2 * H),
             normal(M, 2 * H),
             normal(H),
-            normal(M, H),
             normal(M, H),
         )
 
@@ -204,7 +240,7 @@ def plan_of(op: str, p: Problem, candidate: Settings) -> Plan:
     # The separate products are what serves without the launch that groups them: dX by a kernel of ours, as it may be.
     separate = op == "glu_grads" and candidate.family == "pair"
     with settings.override(**({} if separate else asdict(candidate))):
-        if op not in ("glu", "glu_backward", "glu_grads", "dual_dgrad"):
+        if op not in ("glu", "down", "glu_backward", "glu_grads", "dual_dgrad"):
             return plans.find("mlp", act, p.x, (p.gate, p.down), (p.bias, None))
         plan = plans.find("glu_mlp", act, p.x, (p.gate, p.up, p.down), (None, None, None))
     if separate:
@@ -231,6 +267,8 @@ def run_ours(op: str, plan: Plan, p: Problem) -> Result:
         h, _ = glu_forward(plan, p.x, p.gate, p.up, None, None, save=True)
         assert h is not None
         return h
+    if op == "down":
+        return down(plan, p.h, p.down, None)
     if op == "glu_backward":
         return glu_backward(plan, p.gy, p.down, p.gate_up, True, False, False)[0]
     if op == "dual_dgrad":
@@ -248,6 +286,8 @@ def run_torch(op: str, p: Problem) -> Result:
     gelu = torch.nn.functional.gelu
     if op == "glu":
         return gelu(p.x @ p.gate.t(), approximate="tanh") * (p.x @ p.up.t())
+    if op == "down":
+        return p.h @ p.down.t()
     if op == "dual_dgrad":
         return torch.addmm(p.dgate_up[:, :H] @ p.gate, p.dgate_up[:, H:], p.up)
     if op == "linear_act":
@@ -273,12 +313,19 @@ def worst_error(found: Result, expected: Result) -> float:
     return max(errors, key=lambda error: (error != error, error))
 
 
+def candidates(op: str, M: int) -> list[Settings]:
+    """Those that can serve M tokens."""
+    padded = 16 if M <= 16 else 32 if M <= 32 else 64
+    found = [c for c in CANDIDATES[op] if c.family != "small" or M <= SMALL_TOKENS]
+    return [replace(c, block_m=padded) if c.family == "small" else c for c in found]
+
+
 def sweep(op: str, M: int, D: int, H: int, dtype: torch.dtype, rows: list[dict[str, Any]]) -> Settings | None:
     """The fastest right candidate at one shape; a row for each that ran."""
     problems = [Problem.make(M, D, H, dtype) for _ in range(SETS)]
     expected = run_torch(op, problems[0])
     best: tuple[float, Settings] | None = None
-    for candidate in CANDIDATES[op]:
+    for candidate in candidates(op, M):
         try:
             plan = plan_of(op, problems[0], candidate)
             found = worst_error(run_ours(op, plan, problems[0]), expected)
@@ -335,7 +382,7 @@ def main() -> int:
                 plans.clear()
                 if found is None:
                     continue
-                N, K = (D, H) if op == "dual_dgrad" else (H, D)
+                N, K = (D, H) if op in ("dual_dgrad", "down") else (H, D)
                 for dtype in ("bfloat16", "float16"):  # operands of one size at one tensor-core rate
                     row = {"op": op, "dtype": dtype, "precision": "", "M": M, "N": N, "K": K}
                     table.append({**row, "settings": asdict(found)})

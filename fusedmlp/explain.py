@@ -94,6 +94,8 @@ def note_plan(plan: Plan) -> None:
     ours = {name: settings for name, settings in plan.settings.items() if not name.endswith(".apart")}
     if "grads" in ours:  # one launch for several products, or nothing of ours
         ours.pop("dgrad" if ours["grads"].family == "gluon" else "grads")
+    if "down" in ours and ours["down"].family == "pair":
+        del ours["down"]  # cuBLAS alone
     text = "; ".join(f"{name}: {settings}" for name, settings in ours.items())
     note(PlanNote(plan.op, "fused", "", shape, forward, backward, text))
 
@@ -132,7 +134,8 @@ def _glu_mlp(plan: Plan) -> tuple[tuple[str, ...], tuple[str, ...]]:
     if grads.family == "gluon":
         return (*forward, "cuBLAS down"), (*hidden, f"dX, dWgate, dWup and dWdown [{grads}]")
     dgrad = _kernel(plan, "dgrad", "dX over gate and up", ("cuBLAS dX of gate", "cuBLAS dX of up, added"))
-    return (*forward, "cuBLAS down"), (*hidden, *dgrad, "cuBLAS dWgate and dWup", "cuBLAS dWdown")
+    down = _kernel(plan, "down", "down", ("cuBLAS down",))
+    return (*forward, *down), (*hidden, *dgrad, "cuBLAS dWgate and dWup", "cuBLAS dWdown")
 
 
 def _mlp(plan: Plan) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -143,7 +146,8 @@ def _mlp(plan: Plan) -> tuple[tuple[str, ...], tuple[str, ...]]:
         "dA, activation's gradient, bias gradients",
         ("cuBLAS dA", "activation's gradient and bias gradients"),
     )
-    return (*forward, "cuBLAS fc2"), (*hidden, "cuBLAS dX", "cuBLAS dW1", "cuBLAS dW2")
+    down = _kernel(plan, "down", "fc2", ("cuBLAS fc2",))
+    return (*forward, *down), (*hidden, "cuBLAS dX", "cuBLAS dW1", "cuBLAS dW2")
 
 
 def _relu_mlp(plan: Plan) -> tuple[tuple[str, ...], tuple[str, ...]]:

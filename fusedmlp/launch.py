@@ -322,36 +322,52 @@ def _hooked() -> bool:
     return True if calls is None else bool(calls)
 
 
-_counters: dict[tuple[int, int], Tensor] = {}
+_counters: dict[tuple[int, int, int], Tensor] = {}
+_for_graphs: dict[int, Tensor] = {}  # by device: zeros that captured kernels take theirs from, for good
 COUNTERS = 8  # int32: two for each grid barrier of a kernel, up to four barriers
+GRAPH_COUNTERS = 1 << 18  # int32, a mebibyte
 
 
-def barrier_counters(device: torch.device) -> Tensor:
-    """int32 zeros for the grid barriers of one kernel, which leaves them zero.
+def barrier_counters(device: torch.device, count: int = COUNTERS) -> Tensor:
+    """At least ``count`` int32 zeros for the grid barriers or arrival counters of one kernel, which leaves them zero.
 
-    One buffer a (device, stream): kernels of a stream run in turn. A kernel inside a captured graph gets its own,
-    since the graph may be replayed on any stream beside others.
+    One buffer a (device, stream, size): kernels of a stream run in turn. A kernel inside a captured graph gets its
+    own, since the graph may be replayed on any stream beside others.
     """
     if device.type != "cuda":
-        return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
+        return torch.zeros(count, dtype=torch.int32, device=device)
     if torch._C._cuda_getDevice() != device.index:
         with torch.cuda.device(device):
-            return barrier_counters(device)
+            return barrier_counters(device, count)
+    # Few sizes, none of which is ever replaced: a kernel in flight may still use the buffer.
+    count = max(COUNTERS, triton.next_power_of_2(count))
     if torch.cuda.is_current_stream_capturing():
-        return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
-    key = (device.index, torch._C._cuda_getCurrentRawStream(device.index))
+        return _counters_of_graph(device, count)
+    key = (device.index, torch._C._cuda_getCurrentRawStream(device.index), count)
     found = _counters.get(key)
     if found is None:
-        found = _counters[key] = _zeros_outside_pools(device)
+        found = _counters[key] = _zeros_outside_pools(device, count)
+        if device.index not in _for_graphs:
+            _for_graphs[device.index] = _zeros_outside_pools(device, GRAPH_COUNTERS)
     return found
 
 
-def _zeros_outside_pools(device: torch.device) -> Tensor:
+def _counters_of_graph(device: torch.device, count: int) -> Tensor:
+    """Zeros made before the capture where some are left: made within, each replay would fill them by a launch."""
+    left = _for_graphs.pop(device.index, None)  # at once, so that captures of two threads do not share any
+    if left is None:
+        return torch.zeros(count, dtype=torch.int32, device=device)
+    enough = left.numel() >= count
+    _for_graphs[device.index] = left[count:] if enough else left  # even if empty: it keeps the graphs' memory alive
+    return left[:count] if enough else torch.zeros(count, dtype=torch.int32, device=device)
+
+
+def _zeros_outside_pools(device: torch.device, count: int) -> Tensor:
     """Counters that live on. A thread of its own allocates them: where the caller's allocations go to the memory pool
     of a CUDA graph about to be captured, they must not."""
 
     def allocate() -> Tensor:
-        zeros = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
+        zeros = torch.zeros(count, dtype=torch.int32, device=device)
         torch.cuda.current_stream(device).synchronize()  # other streams read them
         return zeros
 

@@ -208,6 +208,7 @@ def _choose_linear_act(plan: Plan) -> None:
 def _choose_glu_mlp(plan: Plan) -> None:
     D, H, _, D_out = plan.widths
     plan.choose("forward", "glu", H, D)
+    plan.choose("down", "down", D_out, H)
     plan.choose("backward", "glu_backward", H, D_out)
     plan.choose("grads", "glu_grads", H, D)
     plan.choose("dgrad", "dual_dgrad", D, H)
@@ -219,6 +220,7 @@ def _choose_glu_mlp(plan: Plan) -> None:
 def _choose_mlp(plan: Plan) -> None:
     D, H, D_out = plan.widths
     plan.choose("forward", "linear_act", H, D)
+    plan.choose("down", "down", D_out, H)
     plan.choose("backward", "act_backward", H, D_out)
 
 

@@ -26,7 +26,7 @@ PARTS = 8  # tests that share the launches of one case, so that all workers have
 # Tokens and widths that reach every row of the tables and every branch of the heuristic, which
 # test_every_setting_is_among_them checks. All tokens are multiples of 16: others change how M is specialised and
 # nothing else of a kernel.
-TOKENS = (16, 64, 128, 256, 1024, 2048, 8192)
+TOKENS = (16, 32, 64, 128, 256, 1024, 2048, 8192)
 WIDTHS = ((64, 256), (384, 1536), (768, 3072), (1024, 4096), (2304, 9216), (4096, 14336))
 # Where the heuristic and the tables are asked what they may answer: both sides of every threshold.
 ASKED_TOKENS = (1, 16, 32, 33, 64, 65, 128, 129, 256, 257, 512, 513, 1024, 1025, 2048, 2049, 8192, 8193, 1 << 20)
@@ -95,7 +95,8 @@ def _run_all(dtype: torch.dtype, tokens: int, D: int, H: int, activation: str, b
 
 
 @cache
-def recorded_for(case: Case) -> list[Recorded]:
+def recorded_for(case: Case, family: str | None = None) -> list[Recorded]:
+    """What the operations of a case launch; of a forced family, that family's kernels."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(case.precision)
     found: dict[Recorded, None] = {}
@@ -105,13 +106,14 @@ def recorded_for(case: Case) -> list[Recorded]:
     odd = 0 if case.tma else 1
     try:
         for device in case.devices:
-            with pretended(DEVICES[device]) as recorded:
+            forced = settings.override(**({"family": family} if family else {}))
+            with forced, pretended(DEVICES[device]) as recorded:
                 for tokens, (D, H), run in product(TOKENS, WIDTHS, runs):
                     _run_all(case.dtype, tokens, D + odd, H + odd, *run)
             found.update(dict.fromkeys(recorded))
     finally:
         torch.set_float32_matmul_precision(before)
-    return list(found)
+    return [entry for entry in found if family is None or entry.name.endswith(f"_{family}")]
 
 
 @pytest.mark.timeout(600)
@@ -119,6 +121,13 @@ def recorded_for(case: Case) -> list[Recorded]:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_compiles_without_spills(case: Case, part: int, capfd: pytest.CaptureFixture[str]) -> None:
     expect_clean(recorded_for(case)[part::PARTS], case.capability, capfd)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_kernels_for_small_batches_compile(case: Case, capfd: pytest.CaptureFixture[str]) -> None:
+    """Forced, since neither the heuristic nor a table need take them."""
+    expect_clean(recorded_for(case, "small"), case.capability, capfd)
 
 
 def expect_clean(recorded: list[Recorded], capability: int, capfd: pytest.CaptureFixture[str]) -> None:
@@ -169,8 +178,9 @@ def answers(case: Case) -> set[tuple[str, Settings]]:
 
 def is_compiled(op: str, wanted: Settings, recorded: list[Recorded]) -> bool:
     tile = (wanted.block_m, wanted.block_n, wanted.block_k, wanted.group, wanted.parts, wanted.warps, wanted.stages)
-    name = op if op == "relu_stack" else f"{op}_{wanted.family}"
-    name = f"hidden_{'backward' if 'backward' in op else 'forward'}_gluon" if wanted.family == "gluon" else name
+    name = {"relu_stack": op, "down": "linear_small"}.get(op, f"{op}_{wanted.family}")
+    if wanted.family == "gluon" and op != "glu_grads":
+        name = f"hidden_{'backward' if 'backward' in op else 'forward'}_gluon"
     tiles = [entry.tile for entry in recorded if entry.name == name]
     return any(all(a in (None, b) for a, b in zip(found, tile, strict=True)) for found in tiles)
 

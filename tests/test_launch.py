@@ -302,11 +302,23 @@ def test_barrier_counters_belong_to_a_stream_and_a_graph_gets_its_own():
             torch.cuda, "is_current_stream_capturing", side_effect=lambda: capturing[0] and current[0] == 1
         ),
         mock.patch.object(torch, "zeros", side_effect=lambda *size, **options: object()),
-        mock.patch.object(launch, "_zeros_outside_pools", side_effect=lambda device: object()),
+        mock.patch.object(launch, "_zeros_outside_pools", side_effect=lambda device, count: torch.empty(count)),
         mock.patch.object(launch, "_counters", {}),
+        mock.patch.object(launch, "_for_graphs", {}),
     ):
-        first, second = launch.barrier_counters(device), launch.barrier_counters(device)
         capturing[0] = True
-        assert launch.barrier_counters(device) is not first
-    assert first is second
+        within = launch.barrier_counters(device)  # nothing was made before the capture
+        capturing[0] = False
+        first, second = launch.barrier_counters(device), launch.barrier_counters(device)
+        more, again = launch.barrier_counters(device, 100), launch.barrier_counters(device)
+        capturing[0] = True
+        captured = [launch.barrier_counters(device, count) for count in (8, 100, launch.GRAPH_COUNTERS, 3)]
+    assert not isinstance(within, torch.Tensor)
+    assert first is second is again
+    assert more.numel() >= 100
+    fresh, whole = captured.pop(2), launch.GRAPH_COUNTERS
+    assert not isinstance(fresh, torch.Tensor)  # more than is left for graphs
+    assert [c.numel() for c in captured] == [8, 128, 8]
+    assert [c.storage_offset() for c in captured] == [0, 8, 136]
+    assert {c.untyped_storage().nbytes() for c in captured} == {4 * whole}
     assert current[0] == 0

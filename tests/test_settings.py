@@ -15,7 +15,7 @@ import torch
 from fusedmlp import calculate_settings, settings
 from fusedmlp.settings import device, heuristic, tables
 from fusedmlp.settings.device import DeviceInfo
-from fusedmlp.settings.types import GLUON_ONLY_OPS, GLUON_OPS, OPS, Settings
+from fusedmlp.settings.types import GLUON_ONLY_OPS, GLUON_OPS, OPS, SMALL_OPS, SMALL_TOKENS, Settings
 
 H200 = DeviceInfo("nvidia-h200", (9, 0), 132)
 UNKNOWN = DeviceInfo("nvidia-unknown", (9, 0), 132)
@@ -48,7 +48,7 @@ def test_override_forces_single_fields_and_ends():
     assert calculate_settings("glu", 512, 768, 3072, torch.bfloat16, "cpu") == plain
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", [op for op in OPS if op != "down"])
 @pytest.mark.parametrize("family", ["gluon", "tma", "pointer", "pair"])
 def test_a_forced_family_is_the_one_used(op, family):
     """At every size, also where the heuristic or a table would take another."""
@@ -60,6 +60,33 @@ def test_a_forced_family_is_the_one_used(op, family):
                 if op in GLUON_ONLY_OPS and family != "gluon":
                     expected = "pair"
                 assert (found.family, found.warps) == (expected if op != "relu_stack" else "pointer", 8)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_the_kernels_for_small_batches_are_forced_only_there(op):
+    for M, info in itertools.product((1, 16, 17, 64, 65, 8192), (H200, A100)):
+        with on(info), settings.override(family="small", stages=2):
+            found = calculate_settings(op, M, 768, 3072, torch.bfloat16, "cuda")
+        small = op in SMALL_OPS and M <= SMALL_TOKENS
+        other = (
+            "pair" if op in ("down", *GLUON_ONLY_OPS) else "tma" if info is H200 and op != "relu_stack" else "pointer"
+        )
+        assert (found.family, found.stages) == ("small" if small else other, 2)
+        assert not small or found.block_m >= M
+
+
+def test_the_last_product_is_cublas_where_another_family_is_forced():
+    for family in (None, "gluon", "tma", "pointer", "pair"):
+        with on(H200), settings.override(**({"family": family} if family else {})):
+            assert calculate_settings("down", 16, 768, 3072, torch.bfloat16, "cuda").family == "pair"
+
+
+def test_a_row_for_small_batches_serves_no_larger_ones():
+    row = {"op": "down", "dtype": "bfloat16", "precision": "", "N": 768, "K": 3072, "M": 64}
+    text = json.dumps({"rows": [{**row, "settings": {"family": "small", "parts": 8}}]})
+    with on(UNKNOWN), mock.patch.object(tables, "load", return_value=tables.parse(text)):
+        for M, family in ((64, "small"), (65, "pair")):
+            assert calculate_settings("down", M, 768, 3072, torch.bfloat16, "cuda").family == family
 
 
 def test_gluon_is_forced_only_where_there_is_such_a_kernel():
@@ -167,7 +194,7 @@ def test_the_heuristic_stays_near_the_measured_best():
         measured.setdefault(shape, {})[row["variant"]] = row["median"]
     ratios = []
     for (op, M, D, H), times in measured.items():
-        N, K = (D, H) if op == "dual_dgrad" else (H, D)
+        N, K = (D, H) if op in ("dual_dgrad", "down") else (H, D)
         family = heuristic.family(op, M, N, K, torch.bfloat16, True, op in GLUON_OPS, UNKNOWN)
         chosen = str(heuristic.settings(op, M, N, K, torch.bfloat16, family, UNKNOWN))
         if chosen in times:

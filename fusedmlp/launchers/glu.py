@@ -32,6 +32,7 @@ from .common import (
     store_buffers,
     sum_parts,
 )
+from .small import glu_small_launch
 
 
 def _glu_launch(
@@ -53,6 +54,8 @@ def _glu_launch(
     options = launch_options(settings)
     if settings.family == "gluon":
         return _glu_gluon_launch(plan, settings, tiles, x, gate_weight, h, save)
+    if settings.family == "small":
+        return glu_small_launch(plan, settings, M, H, flags[1:])
     if not tma:
         constants = (*block, *flags, plan.fast_math, plan.dot_precision)
         return Launch(glu_pointer, tiles, constants, **options)

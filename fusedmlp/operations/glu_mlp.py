@@ -53,7 +53,7 @@ def forward(
 ) -> tuple[Tensor, list[Tensor]]:
     h, gate_up = plan.launchers.glu.glu_forward(plan, x, weights[0], weights[1], biases[0], biases[1], save)
     assert h is not None
-    return plan.launchers.common.linear(h, weights[2], biases[2]), [] if gate_up is None else [gate_up]
+    return plan.launchers.small.down(plan, h, weights[2], biases[2]), [] if gate_up is None else [gate_up]
 
 
 def backward(

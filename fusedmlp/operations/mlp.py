@@ -48,7 +48,7 @@ def forward(
     plan: Plan, x: Tensor, weights: Sequence[Tensor], biases: Biases, save: bool
 ) -> tuple[Tensor, list[Tensor]]:
     a, saved = linear_act.forward(plan, x, weights, biases, save)
-    return plan.launchers.common.linear(a, weights[1], biases[1]), saved
+    return plan.launchers.small.down(plan, a, weights[1], biases[1]), saved
 
 
 def backward(

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from . import device, heuristic, tables
-from .types import FAMILIES, GLUON_ONLY_OPS, GLUON_OPS, OPS, Settings
+from .types import FAMILIES, GLUON_ONLY_OPS, GLUON_OPS, OPS, SMALL_OPS, SMALL_TOKENS, Settings
 
 __all__ = ["FAMILIES", "OPS", "Settings", "calculate_settings", "override", "overridden"]
 
@@ -25,8 +25,8 @@ _override: ContextVar[tuple[tuple[str, Any], ...]] = ContextVar("fusedmlp_settin
 def override(**fields: Any) -> Iterator[None]:
     """Force fields of every :class:`Settings` calculated inside, e.g. ``override(family="pointer", stages=2)``.
 
-    A forced ``family`` that the shape cannot take (TMA needs 16-byte strides), or of which an operation has no kernel,
-    is not forced there.
+    A forced ``family`` that the shape cannot take (TMA needs 16-byte strides, "small" 64 tokens at most), or of which
+    an operation has no kernel, is not forced there.
 
     Raises:
         TypeError: a name is not a field of :class:`Settings`; the message lists them.
@@ -78,11 +78,11 @@ def calculate_settings(
     gluon = tma and info.has_wgmma and op in GLUON_OPS
     forced = dict(overridden())
     family = forced.pop("family", None)
-    if family == "gluon" and not gluon:
+    if (family == "gluon" and not gluon) or (family == "small" and (op not in SMALL_OPS or M > SMALL_TOKENS)):
         family = "tma"
     if family == "tma" and not tma:
         family = "pointer"
-    if op in GLUON_ONLY_OPS and family in ("tma", "pointer"):
+    if (op in GLUON_ONLY_OPS and family in ("tma", "pointer")) or (op == "down" and family not in (None, "small")):
         family = "pair"
     found = tables.lookup(info.slug, op, M, N, K, dtype, precision, tma, gluon) if family is None else None
     if found is None:

@@ -25,6 +25,8 @@ _GLUON_FROM = {"glu": 64, "glu_backward": 130, "linear_act": 130, "act_backward"
 # Tokens at which the three products after the gated backward share a launch. Below, cuBLAS splits the sums where that
 # fills the device; above, each product fills it alone. Empty until a sweep decides; range(513, 2049) is what it is for.
 _GROUPED_TOKENS = range(0)
+# Tokens up to which the kernels for small batches serve an operation, {"glu": 64, "down": 64} at most.
+_SMALL_UP_TO: dict[str, int] = {}
 
 
 def family(op: str, M: int, N: int, K: int, dtype: torch.dtype, tma: bool, gluon: bool, info: DeviceInfo) -> str:
@@ -32,6 +34,10 @@ def family(op: str, M: int, N: int, K: int, dtype: torch.dtype, tma: bool, gluon
         return "pointer"
     if op == "glu_grads":
         return "gluon" if gluon and M in _GROUPED_TOKENS else "pair"
+    if M <= _SMALL_UP_TO.get(op, 0):
+        return "small"
+    if op == "down":
+        return "pair"
     if gluon and M > 256 and _tiles(M, N, 128, 128) >= _GLUON_FROM[op]:
         return "gluon"
     if info.slug == "interpreter":
@@ -60,6 +66,8 @@ def settings(
         return _gluon(op, M, N, K)
     if family == "pointer":
         return _pointer(op, M, N, dtype, aligned)
+    if family == "small":
+        return _small(op, M, N, dtype, info, aligned)
     found = _TMA[op](M, N, K)
     return _in_tensor_memory(op, found) if info.capability >= (10, 0) else found
 
@@ -92,6 +100,19 @@ def _pointer(op: str, M: int, N: int, dtype: torch.dtype, aligned: bool) -> Sett
     if M <= 512:
         return Settings("pointer", 64, 64, 64 if aligned else 32, warps=4, stages=3)
     return Settings("pointer", 128, 128 if aligned else 64, 32, warps=8, stages=3)
+
+
+def _small(op: str, M: int, N: int, dtype: torch.dtype, info: DeviceInfo, aligned: bool) -> Settings:
+    """Weight tiles that bring about 32 KiB under way a multiprocessor, which hides the latency of memory."""
+    m = 16 if M <= 16 else 32 if M <= 32 else 64
+    n, k, stages = (32, 128, 4) if m == 64 and N <= 4096 else (64, 64, 5)
+    if dtype == torch.float32 or not aligned:
+        n, k = 32, 32  # each operand, or each address, in registers of its own
+    weights = 2 if op == "glu" else 1
+    stage = (weights * n + m) * k * dtype.itemsize
+    stages = max(2, min(stages, (info.shared - 4096) // stage))  # less on GPUs whose blocks have 99 KiB
+    parts = 1 if op == "glu" else 8 if N <= 1024 else 4
+    return Settings("small", m, n, k, parts=parts, warps=4, stages=stages)
 
 
 def _gluon(op: str, M: int, N: int, K: int) -> Settings:

@@ -13,7 +13,7 @@ from importlib.resources import files
 
 import torch
 
-from .types import FAMILIES, OPS, Settings
+from .types import FAMILIES, OPS, SMALL_TOKENS, Settings
 
 _Key = tuple[str, str, str, int, int]
 
@@ -57,4 +57,6 @@ def lookup(
         return None
     at = min(bisect_left([m for m, _ in rows], M), len(rows) - 1)
     settings = rows[at][1]
+    if settings.family == "small" and M > SMALL_TOKENS:
+        return None
     return None if (settings.family, False) in (("tma", tma), ("gluon", gluon)) else settings

@@ -5,14 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 # gluon: warp-specialised (9.x). tma: persistent, TMA descriptors (9.0 and newer). pointer: plain loads. pair: cuBLAS
-# and one pointwise kernel.
-FAMILIES = ("gluon", "tma", "pointer", "pair")
+# and one pointwise kernel (for "down" cuBLAS alone). small: plain loads, weights on the left, for few tokens.
+FAMILIES = ("gluon", "tma", "pointer", "pair", "small")
 # What has a Gluon kernel.
 GLUON_OPS = ("linear_act", "glu", "glu_backward", "glu_grads", "act_backward")
 # What has no kernel of ours but a Gluon one: "pair" means the separate launches that it stands for.
 GLUON_ONLY_OPS = ("glu_grads",)
 
-OPS = ("linear_act", "glu", "glu_backward", "glu_grads", "act_backward", "dual_dgrad", "relu_stack")
+# What has a kernel for small batches, and how many tokens those take.
+SMALL_OPS = ("glu", "down")
+SMALL_TOKENS = 64
+
+# down: the last product of an MLP.
+OPS = ("linear_act", "glu", "glu_backward", "glu_grads", "act_backward", "dual_dgrad", "relu_stack", "down")
 
 
 @dataclass(frozen=True)
@@ -23,7 +28,8 @@ class Settings:
         family: one of :data:`FAMILIES`.
         block_m, block_n, block_k: the tile, in elements (for the gated forward block_n of gate and of up each).
         group: tile rows a band, for L2 reuse.
-        parts: column parts of the epilogue (1, 2 or 4), which bound its registers.
+        parts: column parts of the epilogue (1, 2 or 4), which bound its registers; for "down" the programs that
+            share the sum behind a tile (split-K).
         warps, stages: per program; stages of the load pipeline.
         ctas_per_sm: programs a multiprocessor holds, for persistent grids.
     """

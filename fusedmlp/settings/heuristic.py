@@ -23,18 +23,20 @@ _PAIR_FROM = {"glu_backward": 3e10}
 # Tiles of 128 x 128 that keep the warp-specialised kernels' programs busy: two warpgroups each, on 132 multiprocessors.
 _GLUON_FROM = {"glu": 64, "glu_backward": 130, "linear_act": 130, "act_backward": 130}
 # Tokens at which the three products after the gated backward share a launch. Below, cuBLAS splits the sums where that
-# fills the device; above, each product fills it alone. Empty until a sweep decides; range(513, 2049) is what it is for.
-_GROUPED_TOKENS = range(0)
-# Tokens up to which the kernels for small batches serve an operation, {"glu": 64, "down": 64} at most.
-_SMALL_UP_TO: dict[str, int] = {}
+# fills the device; above, and for wide layers sooner, each product fills it alone.
+_GROUPED_TOKENS = range(513, 2049)
+_GROUPED_WEIGHT = 1024 * 4096  # beyond 1024 tokens, a weight of this size at most
+# Tokens up to which the kernels for small batches serve an operation in 16 bits.
+_SMALL_UP_TO = {"glu": 16, "down": 16}
 
 
 def family(op: str, M: int, N: int, K: int, dtype: torch.dtype, tma: bool, gluon: bool, info: DeviceInfo) -> str:
     if op == "relu_stack":
         return "pointer"
     if op == "glu_grads":
-        return "gluon" if gluon and M in _GROUPED_TOKENS else "pair"
-    if M <= _SMALL_UP_TO.get(op, 0):
+        fits = M in _GROUPED_TOKENS and (M <= 1024 or N * K <= _GROUPED_WEIGHT)
+        return "gluon" if gluon and fits else "pair"
+    if tma and M <= _SMALL_UP_TO.get(op, 0) and info.slug != "interpreter":
         return "small"
     if op == "down":
         return "pair"
@@ -105,7 +107,7 @@ def _pointer(op: str, M: int, N: int, dtype: torch.dtype, aligned: bool) -> Sett
 def _small(op: str, M: int, N: int, dtype: torch.dtype, info: DeviceInfo, aligned: bool) -> Settings:
     """Weight tiles that bring about 32 KiB under way a multiprocessor, which hides the latency of memory."""
     m = 16 if M <= 16 else 32 if M <= 32 else 64
-    n, k, stages = (32, 128, 4) if m == 64 and N <= 4096 else (64, 64, 5)
+    n, k, stages = (64, 64, 5) if op == "glu" else (64, 128, 4)
     if dtype == torch.float32 or not aligned:
         n, k = 32, 32  # each operand, or each address, in registers of its own
     weights = 2 if op == "glu" else 1
@@ -120,9 +122,11 @@ def _gluon(op: str, M: int, N: int, K: int) -> Settings:
         return Settings("gluon", 128, 128, 64, parts=2, warps=4, stages=6)
     tiles = _tiles(M, N, 128, 128)
     if op == "linear_act":
-        return Settings("gluon", 128, 128, 64, parts=2, warps=4, stages=6)
+        if tiles >= 1000:
+            return Settings("gluon", 128, 128, 64, warps=4, stages=4)
+        return Settings("gluon", 64 if tiles < 250 else 128, 128, 64, parts=2, warps=4, stages=6)
     if op in ("glu_backward", "act_backward"):
-        return Settings("gluon", 64 if tiles < 260 else 128, 128, 64, parts=2, warps=4, stages=4)
+        return Settings("gluon", 64 if tiles < 200 else 128, 128, 64, parts=2, warps=4, stages=4)
     if tiles < 130:
         return Settings("gluon", 64, 64, 64, warps=4, stages=6)
     if K >= 4096 or (K >= 2048 and tiles >= 2000):

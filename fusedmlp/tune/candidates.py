@@ -1,0 +1,201 @@
+"""What may serve each GEMM kernel, and the rule that picks one of the measured.
+
+``bench/sweep.py`` and ``python -m fusedmlp tune`` measure the same candidates and choose by the same rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from ..settings.types import Settings
+
+# cuBLAS and a pointwise kernel are one launch more than a fused kernel, which must pay for itself: about what a
+# call of cuBLAS costs the host (22 to 50 were seen), in microseconds. Set with the sweep in view: at 8192 tokens,
+# 768 -> 3072, the pair would save 22 in the gated backward, and stays unused.
+PAIR_MUST_SAVE = 25.0
+# The table may take it where it holds no more memory than eager does; elsewhere it is measured to be compared with.
+PAIR_MAY_SERVE = ("glu_backward", "dual_dgrad")
+
+
+def tma(m: int, n: int, k: int, parts: int, warps: int, stages: int, ctas: int) -> Settings:
+    return Settings("tma", m, n, k, parts=parts, warps=warps, stages=stages, ctas_per_sm=ctas)
+
+
+def gluon(m: int, n: int, k: int, parts: int, warps: int, stages: int) -> Settings:
+    return Settings("gluon", m, n, k, parts=parts, warps=warps, stages=stages)
+
+
+def pointer(m: int, n: int, k: int, warps: int, stages: int) -> Settings:
+    return Settings("pointer", m, n, k, warps=warps, stages=stages)
+
+
+CANDIDATES = {
+    "glu": (
+        Settings("pair"),
+        gluon(128, 128, 64, 1, 8, 4),
+        gluon(128, 128, 64, 2, 8, 4),
+        gluon(128, 64, 64, 1, 4, 6),
+        gluon(128, 64, 64, 1, 4, 5),
+        gluon(64, 128, 64, 1, 4, 4),
+        gluon(64, 64, 64, 1, 4, 6),
+        tma(128, 128, 64, 1, 8, 4, 1),
+        tma(128, 64, 64, 1, 4, 3, 2),
+        tma(128, 64, 64, 1, 8, 5, 1),
+        tma(64, 64, 64, 1, 4, 4, 2),
+        tma(64, 128, 64, 1, 8, 4, 1),
+        tma(64, 64, 128, 1, 4, 4, 1),
+        tma(64, 32, 128, 1, 4, 4, 2),
+        tma(64, 32, 64, 1, 4, 5, 3),
+        tma(64, 16, 128, 1, 4, 4, 3),
+    ),
+    "glu_backward": (
+        Settings("pair"),
+        gluon(128, 128, 64, 2, 4, 4),
+        gluon(128, 128, 64, 4, 4, 4),
+        gluon(64, 128, 64, 2, 4, 4),
+        gluon(64, 128, 64, 4, 4, 4),
+        tma(128, 128, 64, 2, 8, 4, 1),
+        tma(128, 128, 64, 4, 8, 4, 1),
+        tma(128, 64, 64, 2, 4, 4, 2),
+        tma(128, 64, 64, 4, 4, 4, 2),
+        tma(128, 64, 64, 1, 8, 4, 1),
+        tma(64, 128, 64, 2, 4, 4, 2),
+        tma(64, 128, 64, 4, 4, 4, 2),
+        tma(64, 64, 64, 1, 4, 4, 2),
+        tma(64, 64, 64, 2, 4, 4, 3),
+        tma(64, 64, 128, 1, 4, 3, 2),
+        tma(64, 32, 128, 1, 4, 4, 2),
+    ),
+    "dual_dgrad": (
+        Settings("pair"),
+        tma(128, 256, 64, 2, 8, 4, 1),
+        tma(128, 128, 64, 2, 8, 4, 1),
+        tma(128, 128, 64, 2, 4, 3, 2),
+        tma(128, 128, 128, 2, 8, 3, 1),
+        tma(128, 64, 64, 1, 4, 4, 2),
+        tma(128, 64, 128, 1, 4, 4, 1),
+        tma(64, 128, 64, 1, 4, 4, 2),
+        tma(64, 128, 128, 1, 4, 4, 1),
+        tma(64, 64, 128, 1, 4, 3, 2),
+        tma(64, 64, 128, 1, 4, 6, 1),
+        tma(64, 32, 128, 1, 4, 4, 2),
+        tma(64, 16, 128, 1, 4, 5, 2),
+        tma(256, 128, 64, 2, 8, 4, 1),
+        tma(128, 256, 64, 1, 8, 3, 1),
+    ),
+    "linear_act": (
+        Settings("pair"),
+        tma(128, 256, 64, 2, 8, 4, 1),
+        tma(128, 128, 64, 2, 8, 4, 1),
+        tma(128, 128, 64, 2, 4, 3, 2),
+        tma(128, 64, 64, 1, 4, 4, 2),
+        tma(64, 128, 64, 1, 4, 4, 2),
+        tma(64, 64, 64, 1, 4, 4, 3),
+        tma(64, 64, 128, 1, 4, 3, 2),
+        tma(64, 32, 128, 1, 4, 4, 2),
+        tma(64, 16, 128, 1, 4, 4, 3),
+    ),
+    "act_backward": (
+        Settings("pair"),
+        tma(128, 128, 64, 2, 8, 4, 1),
+        tma(128, 128, 64, 2, 4, 3, 2),
+        tma(128, 64, 64, 2, 4, 4, 2),
+        tma(128, 64, 64, 1, 4, 4, 2),
+        tma(64, 128, 64, 2, 4, 4, 2),
+        tma(64, 64, 64, 1, 4, 4, 3),
+        tma(64, 64, 128, 1, 4, 3, 2),
+        tma(64, 32, 128, 1, 4, 4, 2),
+    ),
+}
+
+# Where TMA cannot serve: GPUs before 9.0, rows that are no multiple of 16 bytes, fp32.
+POINTER_CANDIDATES = (
+    pointer(128, 128, 32, 8, 3),
+    pointer(128, 64, 32, 8, 3),
+    pointer(128, 64, 64, 8, 3),
+    pointer(64, 128, 32, 8, 3),
+    pointer(64, 64, 64, 4, 3),
+    pointer(64, 64, 32, 8, 3),
+    pointer(64, 64, 32, 4, 3),
+    pointer(64, 32, 32, 4, 3),
+    pointer(64, 32, 64, 4, 3),
+    pointer(32, 32, 64, 4, 3),
+)
+
+PASS = {
+    "glu": "forward",
+    "linear_act": "forward",
+    "glu_backward": "backward",
+    "dual_dgrad": "backward",
+    "act_backward": "backward",
+}
+
+GATED = ("glu", "glu_backward", "dual_dgrad")
+# The kernels that a layer tunes. Tables know no activations: gate and up of any gated layer share their rows.
+LAYERS = {
+    "geglu": GATED,
+    "swiglu": GATED,
+    "mlp": ("linear_act", "act_backward"),
+    "linear": ("linear_act",),
+}
+# As a row and a user name them: the dtype of the operands and the precision of an fp32 product.
+DTYPES = {
+    "bfloat16": (torch.bfloat16, ""),
+    "float16": (torch.float16, ""),
+    "float32": (torch.float32, "ieee"),
+    "tf32": (torch.float32, "tf32"),
+}
+
+
+def sizes(op: str, D: int, H: int) -> tuple[int, int]:
+    """``(N, K)``, the columns and the summed dimension, of one kernel of a layer D -> H."""
+    return (D, H) if op == "dual_dgrad" else (H, D)
+
+
+def candidates(op: str, tma: bool, gluon: bool) -> tuple[Settings, ...]:
+    """What to measure for one kernel. tma, gluon: whether those families can serve the operands on this GPU."""
+    if not tma:
+        return (Settings("pair"), *POINTER_CANDIDATES)
+    return tuple(candidate for candidate in CANDIDATES[op] if gluon or candidate.family != "gluon")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What the rule took, and the times (microseconds) that a table keeps of it.
+
+    Attributes:
+        settings: the chosen. us: its time.
+        pair_us: of cuBLAS and a pointwise kernel; None where they were not measured.
+        fused_us: of the fastest fused kernel, where the pair was chosen and one was measured; else None.
+    """
+
+    settings: Settings
+    us: float
+    pair_us: float | None = None
+    fused_us: float | None = None
+
+    def row(self) -> dict[str, Any]:
+        """What a table keeps of it: the settings, and the times that there are."""
+        times = {"us": self.us, "pair_us": self.pair_us, "fused_us": self.fused_us}
+        return {"settings": asdict(self.settings), **{k: round(us, 3) for k, us in times.items() if us is not None}}
+
+
+def choose(op: str, dtype: torch.dtype, measured: Sequence[tuple[Settings, float]]) -> Choice | None:
+    """The fastest of the measured (settings, microseconds); None of none.
+
+    The pair must save :data:`PAIR_MUST_SAVE`, and serves the ops of :data:`PAIR_MAY_SERVE` alone. In float32, where
+    the heuristic takes it everywhere, it may serve every op.
+    """
+    fused = [(us, settings) for settings, us in measured if settings.family != "pair"]
+    pairs = [(us, settings) for settings, us in measured if settings.family == "pair"]
+    best = min(fused, key=lambda found: found[0], default=None)
+    pair = min(pairs, key=lambda found: found[0], default=None)
+    pair_us = pair[0] if pair else None
+    may_serve = op in PAIR_MAY_SERVE or dtype == torch.float32
+    if pair and may_serve and (best is None or pair[0] + PAIR_MUST_SAVE < best[0]):
+        return Choice(pair[1], pair[0], pair[0], best[0] if best else None)
+    return Choice(best[1], best[0], pair_us) if best else None

@@ -128,8 +128,8 @@ def _path_on(device: torch.device) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a sub-command. Returns the exit code: 0, 1 where the demo's numbers are out of bounds, 2 for a
-    request that cannot be met on this machine."""
+    """Runs a sub-command. Returns the exit code: 0; 1 where the demo's numbers are out of bounds or a shape could not
+    be tuned; 2 for a request that cannot be met on this machine; 130 where tuning was stopped."""
     args = _parser().parse_args(argv)
     if args.command == "info":
         print("\n".join(_info_lines()))

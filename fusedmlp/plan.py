@@ -33,7 +33,7 @@ class Plan:
         precision: ``"ieee"`` or ``"tf32"``, of fp32 products.
         eager_reason: why PyTorch's own operations run instead, or None.
         settings: the settings of each kernel, by the name the operation gives it.
-        asked: what each of those kernels was asked for: op, N, K, and whether TMA and Gluon kernels may serve.
+        asked: what each of those kernels was asked for: op, N, K, and whether TMA can describe its operands.
         launches: prepared launches, filled as they are first needed.
         device_index: of the CUDA device, None under the interpreter.
     """
@@ -48,7 +48,7 @@ class Plan:
     aligned: bool
     eager_reason: str | None = None
     settings: dict[str, Settings] = field(default_factory=dict)
-    asked: dict[str, tuple[str, int, int, bool, bool]] = field(default_factory=dict)
+    asked: dict[str, tuple[str, int, int, bool]] = field(default_factory=dict)
     launches: dict[Any, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -56,24 +56,25 @@ class Plan:
         # Triton's interpreter computes every fp32 product in full.
         self.dot_precision = "tf32" if self.precision == "tf32" and self.device_index is not None else "ieee"
         self.launchers: Any = None  # the package, imported for the first plan that needs it, since it needs Triton
-        self.biased = False  # some layer has a bias
         self.pairs = False  # gate and up have one row stride, so that one descriptor may span them
         # Approximate tanh and exp where the result is rounded to 16 bits; the interpreter has no inline assembly.
         self.fast_math = self.device_index is not None and self.dtype != torch.float32
 
-    def choose(self, name: str, op: str, N: int, K: int, tma: bool = True, gluon: bool = True) -> None:
+    def choose(self, name: str, op: str, N: int, K: int, tma: bool = True) -> None:
         """Calculate the settings of one kernel."""
         tma = tma and self.aligned
         self.settings[name] = settings.calculate_settings(
-            op, self.M, N, K, self.dtype, self.device, precision=self.precision, tma=tma, gluon=gluon
+            op, self.M, N, K, self.dtype, self.device, precision=self.precision, tma=tma
         )
-        self.asked[name] = (op, N, K, tma, gluon)
+        self.asked[name] = (op, N, K, tma)
 
     def measured(self, name: str) -> Row | None:
         """The row of a settings table that one kernel's settings come from; None where none of a table's do."""
-        op, N, K, tma, gluon = self.asked[name]
+        if name not in self.asked:
+            return None
+        op, N, K, tma = self.asked[name]
         at = (op, self.M, N, K, self.dtype, self.device)
-        return settings.measured_row(self.settings[name], *at, precision=self.precision, tma=tma, gluon=gluon)
+        return settings.measured_row(self.settings[name], *at, precision=self.precision, tma=tma)
 
 
 _plans: dict[Any, Plan] = {}
@@ -139,7 +140,6 @@ def _make(
     widths = (K, *(w.shape[0] for w in weights))
     device = x.device
     plan = Plan(op, activation, M, widths, x.dtype, device, precision, _aligned(x, weights))
-    plan.biased = any(b is not None for b in biases)
     plan.pairs = op == "glu_mlp" and weights[0].stride() == weights[1].stride()
     plan.eager_reason = why_eager(x, M, weights, biases)
     if op == "linear_act" and activation.name == "identity" and plan.eager_reason is None:
@@ -221,7 +221,7 @@ def _choose_linear_act(plan: Plan) -> None:
 def _choose_glu_mlp(plan: Plan) -> None:
     D, H, _, D_out = plan.widths
     plan.choose("forward", "glu", H, D)
-    plan.choose("backward", "glu_backward", H, D_out, gluon=not plan.biased)  # that kernel makes no bias gradients
+    plan.choose("backward", "glu_backward", H, D_out)
     plan.choose("dgrad", "dual_dgrad", D, H)
     # For gate and up weights that one descriptor cannot span, which only their addresses tell.
     plan.choose("forward.apart", "glu", H, D, tma=False)

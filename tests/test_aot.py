@@ -149,13 +149,14 @@ def answers(case: Case) -> set[tuple[str, Settings]]:
         dtype = str(case.dtype).removeprefix("torch.")
         for (op, name, row_precision, _, _), rows in tables.load(slug).items():
             if name == dtype and row_precision in ("", precision):
-                found |= {(op, row.settings) for row in rows if case.tma or row.settings.family != "tma"}
+                found |= {(op, row.settings) for row in rows if case.tma or row.settings.family not in ("tma", "gluon")}
     return found
 
 
 def is_compiled(op: str, wanted: Settings, recorded: list[Recorded]) -> bool:
     tile = (wanted.block_m, wanted.block_n, wanted.block_k, wanted.group, wanted.parts, wanted.warps, wanted.stages)
     name = op if op == "relu_stack" else f"{op}_{wanted.family}"
+    name = f"hidden_{'backward' if 'backward' in op else 'forward'}_gluon" if wanted.family == "gluon" else name
     tiles = [entry.tile for entry in recorded if entry.name == name]
     return any(all(a in (None, b) for a, b in zip(found, tile, strict=True)) for found in tiles)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fusedmlp.activations import ACTIVATIONS
 
+FORWARD, BACKWARD = "fusedmlp.kernels.gluon.hidden_forward", "fusedmlp.kernels.gluon.hidden_backward"
 BLOCK = 16
 # M, H, K, programs: ragged in all dimensions, one tile, more programs than tiles, an odd number of tiles a program.
 SHAPES = [(40, 72, 80, 2), (16, 16, 16, 1), (17, 24, 40, 7), (70, 40, 36, 3), (40, 72, 20, 1)]
@@ -31,7 +32,7 @@ def check(found: Tensor, exact: Tensor) -> None:
 @pytest.mark.parametrize("pingpong, stages, buffers, columns", [(True, 2, 1, 16), (True, 4, 2, 8), (False, 3, 2, 8)])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_glu(shape, pingpong, stages, buffers, columns, biases):
-    kernel = gluon_sim.load("fusedmlp.kernels.gluon.glu").glu_gluon
+    kernel = gluon_sim.load(FORWARD).hidden_forward_gluon
     M, H, K, programs = shape
     act = ACTS[M % 3]
     x, gate_weight, up_weight = torch.randn(M, K), torch.randn(H, K), torch.randn(H, K)
@@ -55,34 +56,140 @@ def test_glu(shape, pingpong, stages, buffers, columns, biases):
         assert bool(gate_up.isnan().all()) is not save
 
 
+@pytest.mark.parametrize("pingpong, stages, buffers, columns", [(True, 2, 1, 16), (True, 4, 2, 8), (False, 3, 2, 4)])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_linear_act(shape, pingpong, stages, buffers, columns):
+    kernel = gluon_sim.load(FORWARD).hidden_forward_gluon
+    M, N, K, programs = shape
+    act = ACTS[N % 3]
+    x, weight, bias = torch.randn(M, K), torch.randn(N, K), torch.randn(N)
+    for seed, (given, save) in enumerate([(bias, True), (None, False)]):
+        exact = x.double() @ weight.double().T + (0 if given is None else bias.double())
+        y, pre = poisoned(M, N), poisoned(M, N)
+        outs = Descriptor(y, (BLOCK, columns)), Descriptor(pre, (BLOCK, columns)), None
+        operands = Descriptor(x, (BLOCK, BLOCK)), Descriptor(weight, (BLOCK, BLOCK)), None
+        flags = (stages, buffers, 2, act, save, True, False, pingpong)
+        launch(kernel, programs, 4 if pingpong else 8, *operands, given, None, *outs, M, N, K, *flags, seed=seed)
+        check(y, ACTIVATIONS[act].fn(exact))
+        if save:
+            check(pre, exact)
+        else:
+            assert pre.isnan().all()
+
+
+@pytest.mark.parametrize("store_a", [True, False])
+@pytest.mark.parametrize("name", ["relu", "gelu_tanh"])  # keeps its output; keeps its input
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_act_backward(shape, name, store_a):
+    """Without biases on the shape's programs, with them on one: a grid barrier waits for all of them."""
+    kernel = gluon_sim.load(BACKWARD).hidden_backward_gluon
+    M, N, K, programs = shape
+    act = ACTIVATIONS[name]
+    gy, weight, pre = torch.randn(M, K), torch.randn(K, N), torch.randn(M, N).requires_grad_()
+    a = act.fn(pre.double())
+    a.backward(gy.double() @ weight.double())
+    for biases in (False, True):
+        saved = (a.detach().float() if act.saves == "output" else pre.detach()).clone()
+        dpre, made = poisoned(M, N), poisoned(M, N)
+        chunk = (8, 8)
+        descriptors = [Descriptor(gy, (BLOCK, BLOCK)), Descriptor(weight, (BLOCK, BLOCK)), Descriptor(saved, chunk)]
+        descriptors += [None, Descriptor(dpre, chunk), None, Descriptor(made, chunk)]
+        db, db_out = poisoned(N), poisoned(K)
+        sums = (
+            poisoned(-(-M // BLOCK) * 2, N),
+            None,
+            poisoned(2, K),
+            db,
+            None,
+            db_out,
+            torch.zeros(2, dtype=torch.int32),
+        )
+        flags = (3, 4, 2, name, act.saves == "output", store_a, biases, biases, False)
+        launch(kernel, 1 if biases else programs, 4, *descriptors, gy, *sums, M, N, K, 2, *flags)
+        check(dpre, pre.grad.double())
+        if store_a:
+            check(made, a.detach())
+        else:
+            assert made.isnan().all()
+        if biases:
+            check(db, pre.grad.double().sum(0))
+            check(db_out, gy.double().sum(0))
+        else:
+            assert db.isnan().all() and db_out.isnan().all()
+
+
 @pytest.mark.parametrize("rows, columns, stages, slots", [(8, 8, 2, 2), (16, 8, 4, 3), (8, 4, 3, 4), (16, 16, 2, 1)])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_glu_backward(shape, rows, columns, stages, slots):
-    kernel = gluon_sim.load("fusedmlp.kernels.gluon.glu_backward").glu_backward_gluon
     M, H, K, programs = shape
     act = ACTIVATIONS[ACTS[H % 3]]
-    gy, down = torch.randn(M, K), torch.randn(K, H)
-    gate_up = torch.randn(M, 2 * H)
-    gate, up = (t.double().requires_grad_() for t in (gate_up[:, :H], gate_up[:, H:]))
-    exact = act.fn(gate) * up
-    exact.backward(gy.double() @ down.double())
     for seed, store_h in enumerate([True, False]):
-        h, grads, kept = poisoned(M, H), poisoned(M, 2 * H), gate_up.clone()
-        box = (rows, columns)
-        halves = (kept[:, :H], kept[:, H:], grads[:, :H], grads[:, H:], h)
-        descriptors = [Descriptor(gy, (BLOCK, BLOCK)), Descriptor(down, (BLOCK, BLOCK))]
-        descriptors += [Descriptor(t, box) for t in halves]
-        launch(kernel, programs, 4, *descriptors, M, H, K, stages, slots, 2, act.name, store_h, False, seed=seed)
-        check(grads[:, :H], gate.grad)
-        check(grads[:, H:], up.grad)
-        assert torch.equal(kept, gate_up)  # what was saved stays as it is
-        if store_h:
-            check(h, exact.detach())
+        case = Backward(M, H, K, act)
+        chunk = (rows, columns)
+        case.launch(
+            programs, chunk, (None,) * 8, (stages, slots, 2, act.name, False, store_h, False, False, False), seed
+        )
+        case.check(store_h)
+
+
+@pytest.mark.parametrize("bias_grad, down_bias_grad", [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_glu_backward_with_biases(shape, bias_grad, down_bias_grad):
+    """One program: the simulator runs programs one after another, and a grid barrier waits for all of them."""
+    M, H, K, _ = shape
+    act = ACTIVATIONS[ACTS[K % 3]]
+    case = Backward(M, H, K, act)
+    parts, bands = 3, -(-M // BLOCK) * 2
+    sums = poisoned(bands, H), poisoned(bands, H), poisoned(parts, K)
+    grads = poisoned(H), poisoned(H), poisoned(K)
+    counters = torch.zeros(2, dtype=torch.int32)
+    pointers = (case.gy, *sums, *grads, counters)
+    flags = (2, 3, 2, act.name, False, True, bias_grad, down_bias_grad, False)
+    case.launch(1, (8, 8), pointers, flags, gy_parts=parts)
+    case.check(True)
+    for found, exact, asked in [
+        (grads[0], case.gate.grad.sum(0), bias_grad),
+        (grads[1], case.up.grad.sum(0), bias_grad),
+        (grads[2], case.gy.double().sum(0), down_bias_grad),
+    ]:
+        if asked:
+            check(found, exact)
         else:
-            assert h.isnan().all()
+            assert found.isnan().all()
+    assert not counters.any()  # as they were found, for the next launch
 
 
-BACKWARD, FORWARD = "fusedmlp.kernels.gluon.glu_backward", "fusedmlp.kernels.gluon.glu"
+class Backward:
+    """Operands of the gated backward, its outputs poisoned, and the exact gradients."""
+
+    def __init__(self, M: int, H: int, K: int, act) -> None:
+        self.sizes, self.name = (M, H, K), act.name
+        self.gy, self.down = torch.randn(M, K), torch.randn(K, H)
+        self.saved = torch.randn(M, 2 * H)
+        self.gate, self.up = (t.double().requires_grad_() for t in (self.saved[:, :H], self.saved[:, H:]))
+        self.exact = act.fn(self.gate) * self.up
+        self.exact.backward(self.gy.double() @ self.down.double())
+        self.h, self.grads, self.kept = poisoned(M, H), poisoned(M, 2 * H), self.saved.clone()
+
+    def launch(self, programs: int, chunk: tuple[int, int], pointers, flags, seed: int = 0, gy_parts: int = 0) -> None:
+        kernel = gluon_sim.load(BACKWARD).hidden_backward_gluon
+        H = self.sizes[1]
+        halves = (self.kept[:, :H], self.kept[:, H:], self.grads[:, :H], self.grads[:, H:], self.h)
+        descriptors = [Descriptor(t, (BLOCK, BLOCK)) for t in (self.gy, self.down)]
+        descriptors += [Descriptor(t, chunk) for t in halves]
+        launch(kernel, programs, 4, *descriptors, *pointers, *self.sizes, gy_parts, *flags, seed=seed)
+
+    def check(self, store_h: bool) -> None:
+        H = self.sizes[1]
+        check(self.grads[:, :H], self.gate.grad)
+        check(self.grads[:, H:], self.up.grad)
+        assert torch.equal(self.kept, self.saved)  # what was saved stays as it is
+        if store_h:
+            check(self.h, self.exact.detach())
+        else:
+            assert self.h.isnan().all()
+
+
 FAULTS = [
     (BACKWARD, "        take_turn(turns, own_tile, WHO)\n", ""),
     (BACKWARD, "        pass_turn(turns, WHO)\n", ""),

@@ -62,16 +62,12 @@ def test_a_forced_family_is_the_one_used(op, family):
 
 def test_gluon_is_forced_only_where_there_is_such_a_kernel():
     with settings.override(family="gluon"):
-        for info, tma, gluon, expected in [
-            (H200, True, True, "gluon"),
-            (H200, True, False, "tma"),
-            (H200, False, True, "pointer"),
-            (A100, True, True, "pointer"),
-            (DeviceInfo("nvidia-b200", (10, 0), 148), True, True, "tma"),
-        ]:
+        b200 = DeviceInfo("nvidia-b200", (10, 0), 148)
+        for info, tma, expected in [(H200, True, "gluon"), (H200, False, "pointer"), (A100, True, "pointer")]:
             with on(info):
-                found = calculate_settings("glu", 8192, 3072, 768, torch.bfloat16, "cuda", tma=tma, gluon=gluon)
-                assert found.family == expected
+                assert calculate_settings("glu", 8192, 3072, 768, torch.bfloat16, "cuda", tma=tma).family == expected
+        with on(b200):
+            assert calculate_settings("glu", 8192, 3072, 768, torch.bfloat16, "cuda").family == "tma"
         with on(H200):
             assert calculate_settings("glu", 8192, 3072, 768, torch.float32, "cuda").family == "pointer"
 
@@ -79,10 +75,10 @@ def test_gluon_is_forced_only_where_there_is_such_a_kernel():
 def test_a_gluon_row_does_not_serve_what_its_kernel_lacks():
     row = {"op": "glu_backward", "dtype": "bfloat16", "precision": "", "N": 3072, "K": 768, "M": 64}
     text = json.dumps({"rows": [{**row, "settings": {"family": "gluon"}}]})
-    with on(UNKNOWN), mock.patch.object(tables, "load", return_value=tables.parse(text)):
-        for gluon in (True, False):
-            found = calculate_settings("glu_backward", 64, 3072, 768, torch.bfloat16, "cuda", gluon=gluon)
-            assert found.family == ("gluon" if gluon else "tma")
+    for info, expected in [(UNKNOWN, "gluon"), (DeviceInfo("nvidia-b200", (10, 0), 148), "tma")]:
+        with on(info), mock.patch.object(tables, "load", return_value=tables.parse(text)):
+            found = calculate_settings("glu_backward", 64, 3072, 768, torch.bfloat16, "cuda")
+            assert found.family == expected
 
 
 def test_tma_cannot_be_forced_on_what_tma_cannot_describe():

@@ -35,7 +35,7 @@ def test_the_plan_that_is_measured_takes_the_candidate(op: str):
             with settings.override(**asdict(candidate)):
                 found = measure.plan_of(op, problem(64, 96, 192, torch.bfloat16, "meta"))
                 assert found.settings[measure.KERNEL[op]] == candidate
-                name, N, K, _, _ = found.asked[measure.KERNEL[op]]
+                name, N, K, _ = found.asked[measure.KERNEL[op]]
                 assert (name, (N, K)) == (op, sizes(op, 96, 192))
 
 

@@ -13,6 +13,8 @@ from ..plan import Plan
 from ..settings import Settings
 from .common import (
     ceil_div,
+    gluon_chunk,
+    gluon_options,
     launch_options,
     persistent_grid,
     pointwise_options,
@@ -41,6 +43,10 @@ def _act_backward_launch(
     tiles = ceil_div(M, settings.block_m) * ceil_div(N, settings.block_n)
     block = (settings.block_m, settings.block_n, settings.block_k, settings.group)
     flags = (act.name, act.saves == "output", store_a, bias_grad, out_bias_grad, plan.fast_math)
+    if settings.family == "gluon":
+        return _act_backward_gluon_launch(
+            plan, settings, tiles, act, gy, weight, dpre, store_a, bias_grad, out_bias_grad
+        )
     options = launch_options(settings, cooperative=biases)
     if not tma:
         grid = resident_grid(plan, tiles) if biases else tiles
@@ -56,6 +62,35 @@ def _act_backward_launch(
     if store_a:
         tiles_of[4] = out
     return Launch(act_backward_tma, grid, (*block, settings.parts, *flags, True), tiles_of, **options)
+
+
+def _act_backward_gluon_launch(
+    plan: Plan,
+    settings: Settings,
+    tiles: int,
+    act: Activation,
+    gy: Tensor,
+    weight: Tensor,
+    dpre: Tensor,
+    store_a: bool,
+    bias_grad: bool,
+    out_bias_grad: bool,
+) -> Launch:
+    from ..kernels.gluon.hidden_backward import hidden_backward_gluon
+
+    rows, columns = gluon_chunk(settings, bias_grad)
+    chunk = rows_tile(dpre, rows, columns)
+    tiles_of = {
+        0: rows_tile(gy, settings.block_m, settings.block_k),
+        1: rows_tile(weight, settings.block_k, settings.block_n),
+        **dict.fromkeys((2, 4, 6), chunk),
+    }
+    slots = 256 // columns  # chunks that a warpgroup keeps loaded ahead
+    flags = (act.name, act.saves == "output", store_a, bias_grad, out_bias_grad, plan.fast_math)
+    options = gluon_options(settings, cooperative=bias_grad or out_bias_grad)
+    grid = persistent_grid(plan, tiles, settings)
+    constants = (settings.stages, slots, settings.group, *flags)
+    return Launch(hidden_backward_gluon, grid, constants, tiles_of, **options)
 
 
 def act_backward(
@@ -87,6 +122,8 @@ def act_backward(
     if biases:
         gy_parts = sum_parts(plan, K)
         part_rows = ceil_div(M, settings.block_m) if bias_grad else 0
+        if settings.family == "gluon":
+            part_rows *= settings.block_m // gluon_chunk(settings, True)[0]
         pre_sum, gy_sum = scratch(plan.device, (part_rows, N), (gy_parts if out_bias_grad else 0, K))
         counters = barrier_counters(plan.device)
     if bias_grad:
@@ -104,6 +141,10 @@ def act_backward(
         )
     if tma:
         launch(plan.device_index, gy, weight, saved, dpre, a, gy, *sums, M, N, K, gy_parts)
+    elif settings.family == "gluon":
+        a_like = dpre if a is None else a
+        ungated = (pre_sum, None, gy_sum, db, None, db_out, counters)
+        launch(plan.device_index, gy, weight, saved, None, dpre, None, a_like, gy, *ungated, M, N, K, gy_parts)
     else:
         launch(plan.device_index, gy, weight, saved, dpre, a, *sums, M, N, K, row_stride(weight), gy_parts)
     return dpre, a, db, db_out

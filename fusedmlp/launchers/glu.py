@@ -12,10 +12,11 @@ from ..kernels.pointwise import glu_act_backward, glu_act_forward
 from ..launch import Launch, barrier_counters
 from ..plan import Plan
 from ..settings import Settings
-from ..settings.device import info
 from .common import (
     as_rows,
     ceil_div,
+    gluon_chunk,
+    gluon_options,
     half_tiles,
     launch_options,
     pair_order,
@@ -28,6 +29,7 @@ from .common import (
     rows_tile,
     scratch,
     stacked_halves,
+    store_buffers,
     sum_parts,
 )
 
@@ -70,7 +72,7 @@ def _glu_launch(
 def _glu_gluon_launch(
     plan: Plan, settings: Settings, tiles: int, x: Tensor, gate_weight: Tensor, h: Tensor | None, save: bool
 ) -> Launch:
-    from ..kernels.gluon.glu import glu_gluon
+    from ..kernels.gluon.hidden_forward import hidden_forward_gluon
 
     M, H = x.shape[0], gate_weight.shape[0]
     pingpong = settings.warps == 4
@@ -86,14 +88,11 @@ def _glu_gluon_launch(
     }
     if save:
         tiles_of |= {6: gate_tile, 7: up_tile}
-    operands = settings.stages * (settings.block_m + 2 * settings.block_n) * settings.block_k
-    store = (2 if pingpong else 1) * settings.block_m * columns
-    room = (info(plan.device).shared - 1024) // x.element_size() - operands  # barriers need less than a kilobyte
-    buffers = max(1, min(2, room // store))
+    buffers = store_buffers(plan, settings, 2, columns, 2 if pingpong else 1)
     flags = (plan.activation.name, save, h is not None, plan.fast_math, pingpong)
     constants = (settings.stages, buffers, settings.group, *flags)
     grid = persistent_grid(plan, tiles, settings)
-    return Launch(glu_gluon, grid, constants, tiles_of, num_warps=settings.warps)
+    return Launch(hidden_forward_gluon, grid, constants, tiles_of, **gluon_options(settings))
 
 
 def glu_forward(
@@ -197,7 +196,7 @@ def _glu_backward_launch(
     tma = settings.family == "tma"
     tiles = ceil_div(M, settings.block_m) * ceil_div(H, settings.block_n)
     if settings.family == "gluon":
-        return _glu_backward_gluon_launch(plan, settings, tiles, gy, down_weight, h)
+        return _glu_backward_gluon_launch(plan, settings, tiles, gy, down_weight, h, bias_grad, down_bias_grad)
     block = (settings.block_m, settings.block_n, settings.block_k, settings.group)
     flags = (plan.activation.name, store_h, bias_grad, down_bias_grad, plan.fast_math)
     options = launch_options(settings, cooperative=biases)
@@ -220,12 +219,19 @@ def _glu_backward_launch(
 
 
 def _glu_backward_gluon_launch(
-    plan: Plan, settings: Settings, tiles: int, gy: Tensor, down_weight: Tensor, h: Tensor | None
+    plan: Plan,
+    settings: Settings,
+    tiles: int,
+    gy: Tensor,
+    down_weight: Tensor,
+    h: Tensor | None,
+    bias_grad: bool,
+    down_bias_grad: bool,
 ) -> Launch:
-    from ..kernels.gluon.glu_backward import glu_backward_gluon
+    from ..kernels.gluon.hidden_backward import hidden_backward_gluon
 
     M, H = gy.shape[0], down_weight.shape[1]
-    rows, columns = min(settings.block_m, 64), settings.block_n // settings.parts
+    rows, columns = gluon_chunk(settings, bias_grad)
     gate_tile, up_tile = half_tiles(M, H, rows, columns)
     tiles_of = {
         0: rows_tile(gy, settings.block_m, settings.block_k),
@@ -238,9 +244,11 @@ def _glu_backward_gluon_launch(
         6: gate_tile if h is None else rows_tile(h, rows, columns),
     }
     slots = 128 // columns  # chunks that a warpgroup keeps loaded ahead
-    constants = (settings.stages, slots, settings.group, plan.activation.name, h is not None, plan.fast_math)
+    flags = (plan.activation.name, False, h is not None, bias_grad, down_bias_grad, plan.fast_math)
+    options = gluon_options(settings, cooperative=bias_grad or down_bias_grad)
     grid = persistent_grid(plan, tiles, settings)
-    return Launch(glu_backward_gluon, grid, constants, tiles_of, num_warps=settings.warps)
+    constants = (settings.stages, slots, settings.group, *flags)
+    return Launch(hidden_backward_gluon, grid, constants, tiles_of, **options)
 
 
 def glu_backward(
@@ -269,6 +277,8 @@ def glu_backward(
     if biases:
         gy_parts = sum_parts(plan, D_out)
         part_rows = ceil_div(M, settings.block_m) if bias_grad else 0
+        if settings.family == "gluon":
+            part_rows *= settings.block_m // gluon_chunk(settings, True)[0]
         gate_sum, up_sum, gy_sum = scratch(
             plan.device, (part_rows, H), (part_rows, H), (gy_parts if down_bias_grad else 0, D_out)
         )
@@ -278,7 +288,6 @@ def glu_backward(
     if down_bias_grad:
         dbd = gy.new_empty(D_out)
     sums = (gate_sum, up_sum, gy_sum, dbg, dbu, dbd, counters)
-    tma = settings.family == "tma"
 
     key = ("backward", store_h, bias_grad, down_bias_grad)
     launch = plan.launches.get(key)
@@ -286,12 +295,10 @@ def glu_backward(
         launch = plan.launches[key] = _glu_backward_launch(
             plan, settings, gy, down_weight, h, bias_grad, down_bias_grad
         )
-    if tma:
+    if settings.family in ("tma", "gluon"):
         halves = (gate_up, gate_up, dgate_up, dgate_up)
-        launch(plan.device_index, gy, down_weight, *halves, h, gy, *sums, M, H, D_out, gy_parts)
-    elif settings.family == "gluon":
-        halves = (gate_up, gate_up, dgate_up, dgate_up)
-        launch(plan.device_index, gy, down_weight, *halves, dgate_up if h is None else h, M, H, D_out)
+        h_like = dgate_up if h is None and settings.family == "gluon" else h
+        launch(plan.device_index, gy, down_weight, *halves, h_like, gy, *sums, M, H, D_out, gy_parts)
     else:
         launch(
             plan.device_index,

@@ -18,12 +18,14 @@ from ..settings import Settings
 from .common import (
     as_rows,
     ceil_div,
+    gluon_options,
     launch_options,
     persistent_grid,
     prepared,
     resident_grid,
     row_stride,
     rows_tile,
+    store_buffers,
 )
 
 
@@ -42,6 +44,8 @@ def _linear_act_launch(
     flags = (act.name, bias is not None, save_pre, plan.fast_math)
     block = (settings.block_m, settings.block_n, settings.block_k, settings.group)
     options = launch_options(settings)
+    if settings.family == "gluon":
+        return _linear_act_gluon_launch(plan, settings, tiles, act, x, weight, y, save_pre)
     if not tma:
         return Launch(linear_act_pointer, tiles, (*block, *flags, plan.dot_precision), **options)
     out = rows_tile(y, settings.block_m, settings.block_n // settings.parts)
@@ -56,14 +60,35 @@ def _linear_act_launch(
     return Launch(linear_act_tma, grid, (*block, settings.parts, *flags, True), tiles_of, **options)
 
 
+def _linear_act_gluon_launch(
+    plan: Plan, settings: Settings, tiles: int, act: Activation, x: Tensor, weight: Tensor, y: Tensor, save_pre: bool
+) -> Launch:
+    from ..kernels.gluon.hidden_forward import hidden_forward_gluon
+
+    pingpong = settings.warps == 4
+    columns = settings.block_n // settings.parts
+    out = rows_tile(y, settings.block_m, columns)
+    tiles_of = {
+        0: rows_tile(x, settings.block_m, settings.block_k),
+        1: rows_tile(weight, settings.block_n, settings.block_k),
+        5: out,
+    }
+    if save_pre:
+        tiles_of[6] = out
+    buffers = store_buffers(plan, settings, 1, columns, 2 if pingpong else 1)
+    constants = (settings.stages, buffers, settings.group, act.name, save_pre, True, plan.fast_math, pingpong)
+    grid = persistent_grid(plan, tiles, settings)
+    return Launch(hidden_forward_gluon, grid, constants, tiles_of, **gluon_options(settings))
+
+
 def linear_act(
     plan: Plan, name: str, x: Tensor, weight: Tensor, bias: Tensor | None, act: Activation, save_pre: bool
 ) -> tuple[Tensor, Tensor | None]:
     """``(act(x W^T + b), x W^T + b or None)``; x of any rank with last dimension K, results [M, N]."""
     settings = plan.settings[name]
     N, K = weight.shape
-    tma = settings.family == "tma"
-    x = as_rows(x, K, tma)
+    tma, gluon = settings.family == "tma", settings.family == "gluon"
+    x = as_rows(x, K, tma or gluon)
     M = x.shape[0]
     if settings.family == "pair":
         return _pair(plan, x, weight, bias, act)
@@ -76,6 +101,8 @@ def linear_act(
         launch = plan.launches[key] = _linear_act_launch(plan, settings, act, x, weight, bias, y, save_pre)
     if tma:
         launch(plan.device_index, x, weight, bias, y, pre, M, N, K)
+    elif gluon:
+        launch(plan.device_index, x, weight, None, bias, None, y, pre, None, M, N, K)
     else:
         launch(plan.device_index, x, weight, bias, y, pre, M, N, K, row_stride(x), row_stride(weight))
     return y, pre

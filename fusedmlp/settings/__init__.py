@@ -46,10 +46,10 @@ def overridden() -> tuple[tuple[str, Any], ...]:
     return _override.get()
 
 
-def _possible(op: str, dtype: torch.dtype, info: device.DeviceInfo, tma: bool, gluon: bool) -> tuple[bool, bool]:
-    """Whether the TMA and the Gluon kernels can serve, of what the operands would allow."""
+def _possible(op: str, dtype: torch.dtype, info: device.DeviceInfo, tma: bool) -> tuple[bool, bool]:
+    """Whether the TMA and the Gluon kernels can serve; tma: whether the operands allow it."""
     tma = tma and info.has_tma and heuristic.tma_dtype(dtype)
-    return tma, gluon and tma and info.has_wgmma and op in GLUON_OPS
+    return tma, tma and info.has_wgmma and op in GLUON_OPS
 
 
 def calculate_settings(
@@ -62,7 +62,6 @@ def calculate_settings(
     *,
     precision: str = "ieee",
     tma: bool = True,
-    gluon: bool = True,
 ) -> Settings:
     """Settings for one kernel at one shape.
 
@@ -73,7 +72,6 @@ def calculate_settings(
         device_: where it runs; a CPU means Triton's interpreter.
         precision: of an fp32 product: ``"ieee"`` or ``"tf32"``; ignored for the 16-bit dtypes.
         tma: False where a pointer or stride is no multiple of 16 bytes, which TMA descriptors need.
-        gluon: False where something is asked for that the Gluon kernels lack (bias gradients).
 
     Raises:
         ValueError: an unknown op.
@@ -82,7 +80,7 @@ def calculate_settings(
         raise ValueError(f"unknown op {op!r}; the known ones are: {', '.join(OPS)}")
     info = device.info(torch.device(device_))
     aligned = tma
-    tma, gluon = _possible(op, dtype, info, tma, gluon)
+    tma, gluon = _possible(op, dtype, info, tma)
     forced = dict(overridden())
     family = forced.pop("family", None)
     if family == "gluon" and not gluon:
@@ -107,10 +105,9 @@ def measured_row(
     *,
     precision: str = "ieee",
     tma: bool = True,
-    gluon: bool = True,
 ) -> tables.Row | None:
     """The row of a table that ``chosen`` comes from, with what was measured; None where the heuristic or
     :func:`override` decided. The other arguments are those that :func:`calculate_settings` had."""
     info = device.info(torch.device(device_))
-    row = tables.find(info.slug, op, M, N, K, dtype, precision, *_possible(op, dtype, info, tma, gluon))
+    row = tables.find(info.slug, op, M, N, K, dtype, precision, *_possible(op, dtype, info, tma))
     return row if row is not None and row.settings == chosen else None

@@ -21,7 +21,7 @@ def tma_dtype(dtype: torch.dtype) -> bool:
 # than eager does.
 _PAIR_FROM = {"glu_backward": 3e10}
 # Tiles of 128 x 128 that keep the warp-specialised kernels' programs busy: two warpgroups each, on 132 multiprocessors.
-_GLUON_FROM = {"glu": 64, "glu_backward": 130}
+_GLUON_FROM = {"glu": 64, "glu_backward": 130, "linear_act": 130, "act_backward": 130}
 
 
 def family(op: str, M: int, N: int, K: int, dtype: torch.dtype, tma: bool, gluon: bool, info: DeviceInfo) -> str:
@@ -91,7 +91,9 @@ def _pointer(op: str, M: int, N: int, dtype: torch.dtype, aligned: bool) -> Sett
 
 def _gluon(op: str, M: int, N: int, K: int) -> Settings:
     tiles = _tiles(M, N, 128, 128)
-    if op == "glu_backward":
+    if op == "linear_act":
+        return Settings("gluon", 128, 128, 64, parts=2, warps=4, stages=6)
+    if op in ("glu_backward", "act_backward"):
         return Settings("gluon", 64 if tiles < 260 else 128, 128, 64, parts=2, warps=4, stages=4)
     if tiles < 130:
         return Settings("gluon", 64, 64, 64, warps=4, stages=6)

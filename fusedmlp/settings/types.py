@@ -8,7 +8,7 @@ from dataclasses import dataclass
 # and one pointwise kernel.
 FAMILIES = ("gluon", "tma", "pointer", "pair")
 # What has a Gluon kernel.
-GLUON_OPS = ("glu", "glu_backward")
+GLUON_OPS = ("linear_act", "glu", "glu_backward", "act_backward")
 
 OPS = ("linear_act", "glu", "glu_backward", "act_backward", "dual_dgrad", "relu_stack")
 

@@ -147,7 +147,7 @@ def pretended(info: DeviceInfo) -> Iterator[list[Recorded]]:
         self.fast_math = self.dtype != torch.float32
         self.dot_precision = self.precision or "ieee"
         self.launchers = None
-        self.pairs = self.biased = False
+        self.pairs = False
 
     with ExitStack() as stack:
         for module in (settings.device, plan, launchers.common):

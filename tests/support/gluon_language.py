@@ -553,6 +553,9 @@ def thread_barrier() -> None:
     step()
 
 
+LANGUAGE["debug_barrier"] = thread_barrier  # as Triton calls it
+
+
 @_language
 def static_assert(condition: Any, message: str = "") -> None:
     expect(condition, f"static_assert: {message}")
@@ -623,6 +626,15 @@ def atomic_add(pointer: Pointer, val: Any, mask: Any = None, sem: Any = None, sc
     before = pointer.memory[places].clone()
     added = _masked(val, mask, pointer.tensor.dtype)
     pointer.memory.index_put_((places[mask],), added, accumulate=True)
+    return Value(before, _layout_of([pointer.offset]))
+
+
+@_language
+def atomic_xchg(pointer: Pointer, val: Any, mask: Any = None, sem: Any = None, scope: Any = None) -> Value:
+    step()
+    places, mask = pointer.places(mask)
+    before = pointer.memory[places].clone()
+    pointer.memory[places[mask]] = _masked(val, mask, pointer.tensor.dtype)
     return Value(before, _layout_of([pointer.offset]))
 
 

@@ -116,3 +116,24 @@ def put(value, desc, bufs, i, row, column, BUFFERS: gl.constexpr):
     fence_async_shared()
     async_store(desc, [row, column], buf)
     return i + 1
+
+
+@gluon.jit
+def load_operands(gy_desc, w_desc, a_bufs, b_bufs, full, empty, M, N, K, STAGES: gl.constexpr, GROUP: gl.constexpr):
+    """One warp: the operands of ``gy [M, K] w [K, N]``, step by step of every tile of the program."""
+    BLOCK_M: gl.constexpr = gy_desc.block_type.shape[0]
+    BLOCK_K: gl.constexpr = gy_desc.block_type.shape[1]
+    BLOCK_N: gl.constexpr = w_desc.block_type.shape[1]
+    tiles_m = gl.cdiv(M, BLOCK_M)
+    tiles_n = gl.cdiv(N, BLOCK_N)
+    steps = gl.cdiv(K, BLOCK_K)
+    i = 0
+    for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
+        pid_m, pid_n = tile_of(tile, tiles_m, tiles_n, GROUP)
+        for k in range(steps):
+            wait_empty(empty, i, STAGES)
+            bar = full.index(i % STAGES)
+            mbarrier.expect(bar, gy_desc.block_type.nbytes + w_desc.block_type.nbytes)
+            async_load(gy_desc, [pid_m * BLOCK_M, k * BLOCK_K], bar, a_bufs.index(i % STAGES))
+            async_load(w_desc, [k * BLOCK_K, pid_n * BLOCK_N], bar, b_bufs.index(i % STAGES))
+            i += 1

@@ -1,6 +1,7 @@
-"""Gated forward, warp-specialised: gate and up as one product, with the activation and the product in the epilogue.
+"""Forward to the hidden layer, warp-specialised: the product, biases and the activation in its epilogue.
 
-One warp loads x and both weights, which lie one under the other in shared memory. PINGPONG: two warpgroups take tiles
+Gated: gate and up are one product over both weights, which lie one under the other in shared memory. A layer alone has
+one weight ("gate" below). One warp loads the operands. PINGPONG: two warpgroups take tiles
 in turns, so that the epilogue of one runs under the products of the other. Otherwise eight warps share each tile, which
 may then be twice as large: more reuse of operands, for long products whose epilogue matters little.
 """
@@ -41,11 +42,14 @@ def _load_operands(
         for k in range(steps):
             wait_empty(empty, i, STAGES)
             bar = full.index(i % STAGES)
-            mbarrier.expect(bar, x_desc.block_type.nbytes + 2 * gate_desc.block_type.nbytes)
             b = b_bufs.index(i % STAGES)
+            if up_desc is None:
+                mbarrier.expect(bar, x_desc.block_type.nbytes + gate_desc.block_type.nbytes)
+            else:
+                mbarrier.expect(bar, x_desc.block_type.nbytes + 2 * gate_desc.block_type.nbytes)
+                async_load(up_desc, [pid_n * BLOCK_N, k * BLOCK_K], bar, b.slice(BLOCK_N, BLOCK_N))
             async_load(x_desc, [pid_m * BLOCK_M, k * BLOCK_K], bar, a_bufs.index(i % STAGES))
             async_load(gate_desc, [pid_n * BLOCK_N, k * BLOCK_K], bar, b.slice(0, BLOCK_N))
-            async_load(up_desc, [pid_n * BLOCK_N, k * BLOCK_K], bar, b.slice(BLOCK_N, BLOCK_N))
             i += 1
 
 
@@ -70,27 +74,47 @@ def _part(
     row,
     column,
     H,
+    WIDTH: gl.constexpr,
     BUFFERS: gl.constexpr,
     ACT: gl.constexpr,
+    GATED: gl.constexpr,
     SAVE: gl.constexpr,
     STORE_H: gl.constexpr,
     FAST_MATH: gl.constexpr,
 ):
-    """The epilogue of some columns of a tile; returns the number of the next store."""
-    COLUMNS: gl.constexpr = h_desc.block_type.shape[1]
+    """The epilogue of WIDTH columns of a tile, a store's columns at a time; returns the number of the next store."""
+    ROWS: gl.constexpr = h_desc.block_type.shape[0]
     DTYPE: gl.constexpr = h_desc.dtype
-    if gate_bias_ptr is not None:
-        gate = _add_bias(gate, gate_bias_ptr, column, H, COLUMNS)
-    if up_bias_ptr is not None:
-        up = _add_bias(up, up_bias_ptr, column, H, COLUMNS)
-    gate = gate.to(DTYPE)
-    up = up.to(DTYPE)
-    if SAVE:
-        out = put(gate, g_desc, outs, out, row, column, BUFFERS)
-        out = put(up, u_desc, outs, out, row, column, BUFFERS)
-    if STORE_H:
-        a = round_as_stored(activate(gate.to(gl.float32), ACT, FAST_MATH), DTYPE)
-        out = put(a * up.to(gl.float32), h_desc, outs, out, row, column, BUFFERS)
+    if WIDTH != h_desc.block_type.shape[1]:
+        HALF: gl.constexpr = WIDTH // 2
+        gate0, gate1 = column_halves(gate, ROWS, HALF)
+        if GATED:
+            up0, up1 = column_halves(up, ROWS, HALF)
+        else:
+            up0, up1 = gate0, gate1
+        # fmt: off
+        out = _part(gate0, up0, gate_bias_ptr, up_bias_ptr, h_desc, g_desc, u_desc, outs, out, row, column, H, HALF,
+                    BUFFERS, ACT, GATED, SAVE, STORE_H, FAST_MATH)
+        out = _part(gate1, up1, gate_bias_ptr, up_bias_ptr, h_desc, g_desc, u_desc, outs, out, row, column + HALF, H,
+                    HALF, BUFFERS, ACT, GATED, SAVE, STORE_H, FAST_MATH)
+        # fmt: on
+    else:
+        if gate_bias_ptr is not None:
+            gate = _add_bias(gate, gate_bias_ptr, column, H, WIDTH)
+        gate = gate.to(DTYPE)  # rounded first, as eager does: backward starts from the same values
+        if SAVE:
+            out = put(gate, g_desc, outs, out, row, column, BUFFERS)
+        if GATED:
+            if up_bias_ptr is not None:
+                up = _add_bias(up, up_bias_ptr, column, H, WIDTH)
+            up = up.to(DTYPE)
+            if SAVE:
+                out = put(up, u_desc, outs, out, row, column, BUFFERS)
+        if STORE_H:
+            h = activate(gate.to(gl.float32), ACT, FAST_MATH)
+            if GATED:
+                h = round_as_stored(h, DTYPE) * up.to(gl.float32)
+            out = put(h, h_desc, outs, out, row, column, BUFFERS)
     return out
 
 
@@ -114,6 +138,7 @@ def _consume(
     BUFFERS: gl.constexpr,
     GROUP: gl.constexpr,
     ACT: gl.constexpr,
+    GATED: gl.constexpr,
     SAVE: gl.constexpr,
     STORE_H: gl.constexpr,
     FAST_MATH: gl.constexpr,
@@ -123,10 +148,10 @@ def _consume(
     """Consumer WHO of CONSUMERS: its share of the program's tiles, the product and then its epilogue."""
     BLOCK_M: gl.constexpr = a_bufs.shape[1]
     BLOCK_K: gl.constexpr = a_bufs.shape[2]
-    BLOCK_N: gl.constexpr = b_bufs.shape[1] // 2
-    COLUMNS: gl.constexpr = h_desc.block_type.shape[1]
+    WIDTH: gl.constexpr = b_bufs.shape[1]
+    BLOCK_N: gl.constexpr = WIDTH // 2 if GATED else WIDTH
     layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, 2 * BLOCK_N, 16]
+        version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, WIDTH, 16]
     )
     tiles_m = gl.cdiv(M, BLOCK_M)
     tiles_n = gl.cdiv(H, BLOCK_N)
@@ -139,26 +164,20 @@ def _consume(
         pid_m, pid_n = tile_of(tile, tiles_m, tiles_n, GROUP)
         row = pid_m * BLOCK_M
         column = pid_n * BLOCK_N
-        acc = gl.zeros([BLOCK_M, 2 * BLOCK_N], gl.float32, layout)
+        acc = gl.zeros([BLOCK_M, WIDTH], gl.float32, layout)
         if CONSUMERS == 2:
             take_turn(turns, own_tile, WHO)
         acc = multiply(acc, a_bufs, b_bufs, full, empty, step, steps, STAGES, True)
         if CONSUMERS == 2:
             pass_turn(turns, WHO)
         acc = finish(acc, empty, step + steps, STAGES)
-        gate, up = column_halves(acc, BLOCK_M, BLOCK_N)
-        # fmt: off
-        if COLUMNS == BLOCK_N:
-            out = _part(gate, up, gate_bias_ptr, up_bias_ptr, h_desc, g_desc, u_desc, outs, out, row, column, H,
-                        BUFFERS, ACT, SAVE, STORE_H, FAST_MATH)
+        if GATED:
+            gate, up = column_halves(acc, BLOCK_M, BLOCK_N)
         else:
-            gl.static_assert(2 * COLUMNS == BLOCK_N)
-            gate0, gate1 = column_halves(gate, BLOCK_M, COLUMNS)
-            up0, up1 = column_halves(up, BLOCK_M, COLUMNS)
-            out = _part(gate0, up0, gate_bias_ptr, up_bias_ptr, h_desc, g_desc, u_desc, outs, out, row, column, H,
-                        BUFFERS, ACT, SAVE, STORE_H, FAST_MATH)
-            out = _part(gate1, up1, gate_bias_ptr, up_bias_ptr, h_desc, g_desc, u_desc, outs, out, row,
-                        column + COLUMNS, H, BUFFERS, ACT, SAVE, STORE_H, FAST_MATH)
+            gate, up = acc, acc
+        # fmt: off
+        out = _part(gate, up, gate_bias_ptr, up_bias_ptr, h_desc, g_desc, u_desc, outs, out, row, column, H, BLOCK_N,
+                    BUFFERS, ACT, GATED, SAVE, STORE_H, FAST_MATH)
         # fmt: on
         step += CONSUMERS * steps
         own_tile += 1
@@ -166,7 +185,7 @@ def _consume(
 
 
 @gluon.jit(do_not_specialize=["M"])
-def glu_gluon(
+def hidden_forward_gluon(
     x_desc,
     gate_desc,
     up_desc,
@@ -189,11 +208,13 @@ def glu_gluon(
 ):
     """Persistent; 4 warps with PINGPONG, else 8 (12 with the specialised ones). x [M, K] box [BLOCK_M, BLOCK_K]; gate
     and up weight [H, K] box [BLOCK_N, BLOCK_K]; h, and g, u (what is kept for backward) [M, H] box [BLOCK_M, columns],
-    columns BLOCK_N or half of it; biases [H] or None."""
+    columns BLOCK_N or a part of it; biases [H] or None. A layer alone: up_desc, up_bias_ptr and u_desc are None."""
     BLOCK_N: gl.constexpr = gate_desc.block_type.shape[0]
     BLOCK_K: gl.constexpr = gate_desc.block_type.shape[1]
     a_bufs = gl.allocate_shared_memory(x_desc.dtype, [STAGES] + x_desc.block_type.shape, x_desc.layout)
-    b_bufs = gl.allocate_shared_memory(gate_desc.dtype, [STAGES, 2 * BLOCK_N, BLOCK_K], gate_desc.layout)
+    GATED: gl.constexpr = up_desc is not None
+    WIDTH: gl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
+    b_bufs = gl.allocate_shared_memory(gate_desc.dtype, [STAGES, WIDTH, BLOCK_K], gate_desc.layout)
     outs0 = gl.allocate_shared_memory(h_desc.dtype, [BUFFERS] + h_desc.block_type.shape, h_desc.layout)
     full = new_barriers(STAGES, 1)
     empty = new_barriers(STAGES, 1)
@@ -204,15 +225,15 @@ def glu_gluon(
         outs1 = gl.allocate_shared_memory(h_desc.dtype, [BUFFERS] + h_desc.block_type.shape, h_desc.layout)
         gl.warp_specialize([
             (_consume, (gate_bias_ptr, up_bias_ptr, h_desc, g_desc, u_desc, a_bufs, b_bufs, full, empty, turns, outs0,
-                        M, H, K, STAGES, BUFFERS, GROUP, ACT, SAVE, STORE_H, FAST_MATH, 0, 2)),
+                        M, H, K, STAGES, BUFFERS, GROUP, ACT, GATED, SAVE, STORE_H, FAST_MATH, 0, 2)),
             (_consume, (gate_bias_ptr, up_bias_ptr, h_desc, g_desc, u_desc, a_bufs, b_bufs, full, empty, turns, outs1,
-                        M, H, K, STAGES, BUFFERS, GROUP, ACT, SAVE, STORE_H, FAST_MATH, 1, 2)),
+                        M, H, K, STAGES, BUFFERS, GROUP, ACT, GATED, SAVE, STORE_H, FAST_MATH, 1, 2)),
             (_load_operands, (x_desc, gate_desc, up_desc, a_bufs, b_bufs, full, empty, M, H, K, STAGES, GROUP)),
         ], [4, 1], [232, 40])
     else:
         gl.warp_specialize([
             (_consume, (gate_bias_ptr, up_bias_ptr, h_desc, g_desc, u_desc, a_bufs, b_bufs, full, empty, turns, outs0,
-                        M, H, K, STAGES, BUFFERS, GROUP, ACT, SAVE, STORE_H, FAST_MATH, 0, 1)),
+                        M, H, K, STAGES, BUFFERS, GROUP, ACT, GATED, SAVE, STORE_H, FAST_MATH, 0, 1)),
             (_load_operands, (x_desc, gate_desc, up_desc, a_bufs, b_bufs, full, empty, M, H, K, STAGES, GROUP)),
         ], [1], [40])
     # fmt: on

@@ -1,4 +1,7 @@
-"""Gated backward, warp-specialised: dH = dY Wd, with dGate, dUp and the hidden activation made in the epilogue.
+"""Backward to the hidden layer, warp-specialised: dH = dY W, and what comes before it in the epilogue.
+
+Gated: dGate, dUp and the hidden activation again, from gate and up. Two-layer: dPre, and the activation again where its
+input was kept, from what the activation keeps ("gate" below).
 
 One warp loads the operands of the product, one more for each of two warpgroups the gate and up chunks that its epilogue
 will need. The warpgroups take tiles in turns, so that the epilogue of one, which is memory traffic, runs under the
@@ -9,13 +12,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from ..activations import activate_grad, times_derivative
+from ..activations import activate_grad, grad_through, times_derivative
 from ..common import round_as_stored
+from .column_sums import barrier, finish_column_sums, partial_column_sums, store_band_sums
 from .common import (
     async_load,
     async_store,
     column_halves,
     finish,
+    load_operands,
     multiply,
     new_barriers,
     pass_turn,
@@ -26,26 +31,6 @@ from .common import (
     wait_empty,
     wait_full,
 )
-
-
-@gluon.jit
-def _load_operands(gy_desc, w_desc, a_bufs, b_bufs, full, empty, M, H, K, STAGES: gl.constexpr, GROUP: gl.constexpr):
-    BLOCK_M: gl.constexpr = gy_desc.block_type.shape[0]
-    BLOCK_K: gl.constexpr = gy_desc.block_type.shape[1]
-    BLOCK_N: gl.constexpr = w_desc.block_type.shape[1]
-    tiles_m = gl.cdiv(M, BLOCK_M)
-    tiles_n = gl.cdiv(H, BLOCK_N)
-    steps = gl.cdiv(K, BLOCK_K)
-    i = 0
-    for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
-        pid_m, pid_n = tile_of(tile, tiles_m, tiles_n, GROUP)
-        for k in range(steps):
-            wait_empty(empty, i, STAGES)
-            bar = full.index(i % STAGES)
-            mbarrier.expect(bar, gy_desc.block_type.nbytes + w_desc.block_type.nbytes)
-            async_load(gy_desc, [pid_m * BLOCK_M, k * BLOCK_K], bar, a_bufs.index(i % STAGES))
-            async_load(w_desc, [k * BLOCK_K, pid_n * BLOCK_N], bar, b_bufs.index(i % STAGES))
-            i += 1
 
 
 @gluon.jit
@@ -79,10 +64,13 @@ def _load_chunks(
             column = pid_n * BLOCK_N + (c % ACROSS) * COLUMNS
             wait_empty(empty, i, SLOTS)
             bar = full.index(i % SLOTS)
-            mbarrier.expect(bar, gate_desc.block_type.nbytes + up_desc.block_type.nbytes)
             slot = bufs.index(i % SLOTS)
+            if up_desc is None:
+                mbarrier.expect(bar, gate_desc.block_type.nbytes)
+            else:
+                mbarrier.expect(bar, gate_desc.block_type.nbytes + up_desc.block_type.nbytes)
+                async_load(up_desc, [row, column], bar, slot.slice(ROWS, ROWS))
             async_load(gate_desc, [row, column], bar, slot.slice(0, ROWS))
-            async_load(up_desc, [row, column], bar, slot.slice(ROWS, ROWS))
             i += 1
 
 
@@ -96,12 +84,18 @@ def _chunk(
     h_buf,
     full,
     empty,
+    gate_sum_ptr,
+    up_sum_ptr,
+    M,
+    H,
     i,
     row,
     column,
     SLOTS: gl.constexpr,
     ACT: gl.constexpr,
+    SAVES_OUTPUT: gl.constexpr,
     STORE_H: gl.constexpr,
+    BIAS_GRAD: gl.constexpr,
     FAST_MATH: gl.constexpr,
     FIRST: gl.constexpr,
 ):
@@ -111,23 +105,35 @@ def _chunk(
     wait_full(full, i, SLOTS)
     slot = bufs.index(i % SLOTS)
     gate = slot.slice(0, ROWS).load(dh.type.layout).to(gl.float32)
-    up = slot.slice(ROWS, ROWS).load(dh.type.layout).to(gl.float32)
     dh = round_as_stored(dh, DTYPE)
-    a, d = activate_grad(gate, ACT, FAST_MATH)
-    a = round_as_stored(a, DTYPE)
-    dgate = times_derivative(round_as_stored(dh * up, DTYPE), d, ACT).to(DTYPE)
-    dup = (dh * a).to(DTYPE)
-    h = (a * up).to(DTYPE)
+    if dup_desc is None:
+        dgate, h = grad_through(dh, gate, ACT, SAVES_OUTPUT, FAST_MATH)
+        h = h.to(DTYPE)
+        dup = dgate
+    else:
+        up = slot.slice(ROWS, ROWS).load(dh.type.layout).to(gl.float32)
+        a, d = activate_grad(gate, ACT, FAST_MATH)
+        a = round_as_stored(a, DTYPE)
+        h = (a * up).to(DTYPE)
+        dgate = times_derivative(round_as_stored(dh * up, DTYPE), d, ACT)
+        dup = dh * a
+    if BIAS_GRAD:
+        store_band_sums(dgate, gate_sum_ptr, row, column, M, H)
+    dgate = dgate.to(DTYPE)  # before the next sums, for the sake of registers
+    if BIAS_GRAD and dup_desc is not None:
+        store_band_sums(dup, up_sum_ptr, row, column, M, H)
     if not FIRST:  # the stores of the chunk before have read its slot and the buffer of h
         tma.store_wait(0)
         release(empty, i + SLOTS - 1, SLOTS)
     slot.slice(0, ROWS).store(dgate)
-    slot.slice(ROWS, ROWS).store(dup)
+    if dup_desc is not None:
+        slot.slice(ROWS, ROWS).store(dup.to(DTYPE))
     if STORE_H:
         h_buf.store(h)
     fence_async_shared()
     async_store(dgate_desc, [row, column], slot.slice(0, ROWS))
-    async_store(dup_desc, [row, column], slot.slice(ROWS, ROWS))
+    if dup_desc is not None:
+        async_store(dup_desc, [row, column], slot.slice(ROWS, ROWS))
     if STORE_H:
         async_store(h_desc, [row, column], h_buf)
 
@@ -142,13 +148,19 @@ def _band(
     h_buf,
     full,
     empty,
+    gate_sum_ptr,
+    up_sum_ptr,
+    M,
+    H,
     i,
     row,
     column,
     WIDTH: gl.constexpr,
     SLOTS: gl.constexpr,
     ACT: gl.constexpr,
+    SAVES_OUTPUT: gl.constexpr,
     STORE_H: gl.constexpr,
+    BIAS_GRAD: gl.constexpr,
     FAST_MATH: gl.constexpr,
     FIRST: gl.constexpr,
 ):
@@ -156,16 +168,16 @@ def _band(
     ROWS: gl.constexpr = h_desc.block_type.shape[0]
     # fmt: off
     if WIDTH == h_desc.block_type.shape[1]:
-        _chunk(dh, dgate_desc, dup_desc, h_desc, bufs, h_buf, full, empty, i, row, column,
-               SLOTS, ACT, STORE_H, FAST_MATH, FIRST)
+        _chunk(dh, dgate_desc, dup_desc, h_desc, bufs, h_buf, full, empty, gate_sum_ptr, up_sum_ptr, M, H,
+               i, row, column, SLOTS, ACT, SAVES_OUTPUT, STORE_H, BIAS_GRAD, FAST_MATH, FIRST)
         i += 1
     else:
         HALF: gl.constexpr = WIDTH // 2
         left, right = column_halves(dh, ROWS, HALF)
-        i = _band(left, dgate_desc, dup_desc, h_desc, bufs, h_buf, full, empty, i, row, column,
-                  HALF, SLOTS, ACT, STORE_H, FAST_MATH, FIRST)
-        i = _band(right, dgate_desc, dup_desc, h_desc, bufs, h_buf, full, empty, i, row, column + HALF,
-                  HALF, SLOTS, ACT, STORE_H, FAST_MATH, False)
+        i = _band(left, dgate_desc, dup_desc, h_desc, bufs, h_buf, full, empty, gate_sum_ptr, up_sum_ptr,
+                  M, H, i, row, column, HALF, SLOTS, ACT, SAVES_OUTPUT, STORE_H, BIAS_GRAD, FAST_MATH, FIRST)
+        i = _band(right, dgate_desc, dup_desc, h_desc, bufs, h_buf, full, empty, gate_sum_ptr, up_sum_ptr,
+                  M, H, i, row, column + HALF, HALF, SLOTS, ACT, SAVES_OUTPUT, STORE_H, BIAS_GRAD, FAST_MATH, False)
     # fmt: on
     return i
 
@@ -184,6 +196,8 @@ def _consume(
     h_buf,
     chunk_full,
     chunk_empty,
+    gate_sum_ptr,
+    up_sum_ptr,
     M,
     H,
     K,
@@ -191,7 +205,9 @@ def _consume(
     SLOTS: gl.constexpr,
     GROUP: gl.constexpr,
     ACT: gl.constexpr,
+    SAVES_OUTPUT: gl.constexpr,
     STORE_H: gl.constexpr,
+    BIAS_GRAD: gl.constexpr,
     FAST_MATH: gl.constexpr,
     WHO: gl.constexpr,
 ):
@@ -221,15 +237,17 @@ def _consume(
         acc = finish(acc, empty, step + steps, STAGES)
         # fmt: off
         if ROWS == BLOCK_M:
-            i = _band(acc, dgate_desc, dup_desc, h_desc, bufs, h_buf, chunk_full, chunk_empty, i, row, column,
-                      BLOCK_N, SLOTS, ACT, STORE_H, FAST_MATH, True)
+            i = _band(acc, dgate_desc, dup_desc, h_desc, bufs, h_buf, chunk_full, chunk_empty, gate_sum_ptr, up_sum_ptr,
+                      M, H, i, row, column, BLOCK_N, SLOTS, ACT, SAVES_OUTPUT, STORE_H, BIAS_GRAD, FAST_MATH, True)
         else:
             gl.static_assert(2 * ROWS == BLOCK_M)
             upper, lower = row_halves(acc, ROWS, BLOCK_N)
-            i = _band(upper, dgate_desc, dup_desc, h_desc, bufs, h_buf, chunk_full, chunk_empty, i, row, column,
-                      BLOCK_N, SLOTS, ACT, STORE_H, FAST_MATH, True)
-            i = _band(lower, dgate_desc, dup_desc, h_desc, bufs, h_buf, chunk_full, chunk_empty, i, row + ROWS,
-                      column, BLOCK_N, SLOTS, ACT, STORE_H, FAST_MATH, False)
+            i = _band(upper, dgate_desc, dup_desc, h_desc, bufs, h_buf, chunk_full, chunk_empty, gate_sum_ptr,
+                      up_sum_ptr, M, H, i, row, column, BLOCK_N, SLOTS, ACT, SAVES_OUTPUT, STORE_H, BIAS_GRAD,
+                      FAST_MATH, True)
+            i = _band(lower, dgate_desc, dup_desc, h_desc, bufs, h_buf, chunk_full, chunk_empty, gate_sum_ptr,
+                      up_sum_ptr, M, H, i, row + ROWS, column, BLOCK_N, SLOTS, ACT, SAVES_OUTPUT, STORE_H, BIAS_GRAD,
+                      FAST_MATH, False)
         # fmt: on
         tma.store_wait(0)
         release(chunk_empty, i + SLOTS - 1, SLOTS)
@@ -237,8 +255,8 @@ def _consume(
         own_tile += 1
 
 
-@gluon.jit(do_not_specialize=["M"])
-def glu_backward_gluon(
+@gluon.jit(do_not_specialize=["M", "gy_parts"])
+def hidden_backward_gluon(
     gy_desc,
     w_desc,
     gate_desc,
@@ -246,18 +264,33 @@ def glu_backward_gluon(
     dgate_desc,
     dup_desc,
     h_desc,
+    gy_ptr,
+    gate_sum_ptr,
+    up_sum_ptr,
+    gy_sum_ptr,
+    dbg_ptr,
+    dbu_ptr,
+    dbd_ptr,
+    counter_ptr,
     M,
     H,
     K,
+    gy_parts,
     STAGES: gl.constexpr,
     SLOTS: gl.constexpr,
     GROUP: gl.constexpr,
     ACT: gl.constexpr,
+    SAVES_OUTPUT: gl.constexpr,
     STORE_H: gl.constexpr,
+    BIAS_GRAD: gl.constexpr,
+    DOWN_BIAS_GRAD: gl.constexpr,
     FAST_MATH: gl.constexpr,
 ):
-    """Persistent, 4 warps (13 with the specialised ones). gy [M, K] box [BLOCK_M, BLOCK_K], w = Wd [K, H] box
-    [BLOCK_K, BLOCK_N]; gate, up, dgate, dup, h [M, H] box [chunk rows, chunk columns], rows BLOCK_M or half of it."""
+    """Persistent, 4 warps (12 with the specialised ones). gy [M, K] box [BLOCK_M, BLOCK_K], w = Wd [K, H] box
+    [BLOCK_K, BLOCK_N]; gate, up, dgate, dup, h [M, H] box [chunk rows, chunk columns], rows BLOCK_M or half of it.
+    Two-layer: gate is what the activation keeps, dgate its gradient, h the activation; what belongs to up is None.
+    gate_sum, up_sum: fp32 [bands, H], a band the rows of a chunk, for all bands of all tiles; gy_sum: fp32 [gy_parts,
+    K]. With bias gradients the grid must be co-resident."""
     BLOCK_M: gl.constexpr = gy_desc.block_type.shape[0]
     BLOCK_N: gl.constexpr = w_desc.block_type.shape[1]
     ROWS: gl.constexpr = gate_desc.block_type.shape[0]
@@ -267,8 +300,9 @@ def glu_backward_gluon(
     full = new_barriers(STAGES, 1)
     empty = new_barriers(STAGES, 1)
     turns = new_barriers(2, 1)
-    bufs0 = gl.allocate_shared_memory(gate_desc.dtype, [SLOTS, 2 * ROWS, COLUMNS], gate_desc.layout)
-    bufs1 = gl.allocate_shared_memory(gate_desc.dtype, [SLOTS, 2 * ROWS, COLUMNS], gate_desc.layout)
+    CHUNKS: gl.constexpr = 1 if up_desc is None else 2
+    bufs0 = gl.allocate_shared_memory(gate_desc.dtype, [SLOTS, CHUNKS * ROWS, COLUMNS], gate_desc.layout)
+    bufs1 = gl.allocate_shared_memory(gate_desc.dtype, [SLOTS, CHUNKS * ROWS, COLUMNS], gate_desc.layout)
     h0 = gl.allocate_shared_memory(h_desc.dtype, h_desc.block_type.shape, h_desc.layout)
     h1 = gl.allocate_shared_memory(h_desc.dtype, h_desc.block_type.shape, h_desc.layout)
     full0 = new_barriers(SLOTS, 1)
@@ -278,12 +312,25 @@ def glu_backward_gluon(
     fence_async_shared()  # the barriers are seen by TMA
     # fmt: off
     gl.warp_specialize([
-        (_consume, (dgate_desc, dup_desc, h_desc, a_bufs, b_bufs, full, empty, turns, bufs0, h0, full0, empty0, M, H, K,
-                    STAGES, SLOTS, GROUP, ACT, STORE_H, FAST_MATH, 0)),
-        (_consume, (dgate_desc, dup_desc, h_desc, a_bufs, b_bufs, full, empty, turns, bufs1, h1, full1, empty1, M, H, K,
-                    STAGES, SLOTS, GROUP, ACT, STORE_H, FAST_MATH, 1)),
-        (_load_operands, (gy_desc, w_desc, a_bufs, b_bufs, full, empty, M, H, K, STAGES, GROUP)),
+        (_consume, (dgate_desc, dup_desc, h_desc, a_bufs, b_bufs, full, empty, turns, bufs0, h0, full0, empty0,
+                    gate_sum_ptr, up_sum_ptr, M, H, K, STAGES, SLOTS, GROUP, ACT, SAVES_OUTPUT, STORE_H,
+                    BIAS_GRAD, FAST_MATH, 0)),
+        (_consume, (dgate_desc, dup_desc, h_desc, a_bufs, b_bufs, full, empty, turns, bufs1, h1, full1, empty1,
+                    gate_sum_ptr, up_sum_ptr, M, H, K, STAGES, SLOTS, GROUP, ACT, SAVES_OUTPUT, STORE_H,
+                    BIAS_GRAD, FAST_MATH, 1)),
+        (load_operands, (gy_desc, w_desc, a_bufs, b_bufs, full, empty, M, H, K, STAGES, GROUP)),
         (_load_chunks, (gate_desc, up_desc, bufs0, full0, empty0, M, H, BLOCK_M, BLOCK_N, SLOTS, GROUP, 0)),
         (_load_chunks, (gate_desc, up_desc, bufs1, full1, empty1, M, H, BLOCK_M, BLOCK_N, SLOTS, GROUP, 1)),
     ], [4, 1, 1, 1], [232, 40, 40, 40])
     # fmt: on
+    if BIAS_GRAD or DOWN_BIAS_GRAD:
+        if DOWN_BIAS_GRAD:
+            partial_column_sums(gy_ptr, gy_sum_ptr, M, K, gy_parts, 32, 64)
+        barrier(counter_ptr)
+        if BIAS_GRAD:
+            bands = gl.cdiv(M, BLOCK_M) * (BLOCK_M // ROWS)
+            finish_column_sums(gate_sum_ptr, dbg_ptr, bands, H, 32, 64)
+            if up_desc is not None:
+                finish_column_sums(up_sum_ptr, dbu_ptr, bands, H, 32, 64)
+        if DOWN_BIAS_GRAD:
+            finish_column_sums(gy_sum_ptr, dbd_ptr, gy_parts, K, 32, 64)

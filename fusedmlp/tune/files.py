@@ -151,9 +151,11 @@ def _check_writable(path: Path) -> None:
     """Before anything is measured: hours of it must not end at a file that cannot be written."""
     try:
         if path.is_dir():
-            raise TuneError(f"--out {path} is a folder; name a file in it, e.g. {path / 'settings.json'}")
+            raise TuneError(f"the table {path} is a folder; name a file in it, e.g. {path / 'settings.json'}")
         if not path.parent.is_dir():
-            raise TuneError(f"--out {path}: there is no folder {path.parent}; make it, or name a file in another one")
+            raise TuneError(
+                f"the table {path}: there is no folder {path.parent}; make it, or name a file in another one"
+            )
         probe = path.with_name(f".{path.name}.{os.getpid()}.part")
         probe.touch()
         probe.unlink()
@@ -162,4 +164,4 @@ def _check_writable(path: Path) -> None:
                 pass
     except OSError as error:
         reason = error.strerror or error
-        raise TuneError(f"--out {path} cannot be written: {reason}; name a file in a folder of yours") from None
+        raise TuneError(f"the table {path} cannot be written: {reason}; name a file in a folder of yours") from None

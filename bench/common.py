@@ -17,7 +17,7 @@ import re
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
@@ -26,6 +26,9 @@ from typing import Any
 import torch
 
 from fusedmlp.profiling import capture_events, count_launches
+from fusedmlp.tune.timing import Call, events_us, turns
+from fusedmlp.tune.timing import graph_us as graph_us
+from fusedmlp.tune.timing import relative_error as relative_error
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -49,7 +52,8 @@ PACKAGES = (
     "nvidia-cublas-cu12",
 )
 
-Call = Callable[[int], Any]  # one call or step on input set number i
+# Shipped settings are what is measured, not a table that this machine's user tuned; set it to measure that one.
+os.environ.setdefault("FUSEDMLP_SETTINGS", "")
 
 
 class BenchError(RuntimeError):
@@ -194,32 +198,11 @@ def load(path: str | Path) -> dict[str, Any]:
 # ----------------------------------------------------------------------------------------------- timing
 
 
-def turns(names: Sequence[str], rounds: int) -> Iterator[list[str]]:
-    """The variants in an order that rotates from round to round, so that none always follows the same
-    other."""
-    for i in range(rounds):
-        k = i % len(names)
-        yield [*names[k:], *names[:k]]
-
-
 def input_sets(bytes_per_set: int, least: int = 2, most: int = 24) -> int:
     """How many input sets (inputs and weights) to rotate so that each is out of the L2 cache when its turn
     comes."""
     l2 = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
     return min(most, max(least, math.ceil(2.5 * l2 / bytes_per_set)))
-
-
-def events_us(fn: Callable[[], Any], repeats: int) -> list[float]:
-    """Device time of each call, in microseconds, between two CUDA events."""
-    pairs = []
-    for _ in range(repeats):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        fn()
-        end.record()
-        pairs.append((begin, end))
-    torch.cuda.synchronize()
-    return [b.elapsed_time(e) * 1e3 for b, e in pairs]
 
 
 def kernel_us(variants: dict[str, Call], sets: int, rounds: int = 3) -> dict[str, list[float]]:
@@ -241,34 +224,6 @@ def _kernel_times(call: Call, sets: int) -> list[float]:
         raise BenchError(f"{len(kernels)} kernels in {sets} calls: the calls are not alike")
     size = len(kernels) // sets
     return [sum(kernels[i : i + size]) for i in range(0, len(kernels), size)]
-
-
-def graph_us(variants: dict[str, Call], sets: int, rounds: int = 15) -> dict[str, list[float]]:
-    """Time of one call out of a CUDA graph that holds one call on each input set, in microseconds."""
-    graphs = {name: _graph(call, sets) for name, call in variants.items()}
-    times: dict[str, list[float]] = {name: [] for name in variants}
-    for order in turns(list(variants), rounds):
-        for name in order:
-            graphs[name].replay()  # the timed replay below follows one of its own kind
-            times[name] += [t / sets for t in events_us(graphs[name].replay, 2)]
-    return times
-
-
-def _graph(call: Call, sets: int) -> torch.cuda.CUDAGraph:
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for i in [*range(sets), *range(sets)]:
-            call(i)
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for i in range(sets):
-            call(i)
-    graph.replay()
-    torch.cuda.synchronize()
-    return graph
 
 
 def wall_us(variants: dict[str, Call], sets: int, rounds: int = 40, calls: int = 10) -> dict[str, list[float]]:
@@ -323,11 +278,6 @@ def saved_bytes(forward: Call, repeats: int = 3) -> list[float]:
 def kernels(call: Call) -> list[float]:
     """Device kernels of one steady call."""
     return [float(count_launches(lambda: call(0)).kernels)]
-
-
-def relative_error(value: torch.Tensor, reference: torch.Tensor) -> float:
-    """Frobenius norm of the difference over that of the float64 reference."""
-    return ((value.double() - reference).norm() / reference.norm()).item()
 
 
 def ceilings(repeats: int = 20) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Command line: ``python -m fusedmlp demo`` and ``python -m fusedmlp info``.
+"""Command line: ``python -m fusedmlp demo``, ``tune`` and ``info``.
 
 Nothing heavy is imported before a sub-command runs, so that ``--help`` answers at once.
 """
@@ -17,6 +17,8 @@ PACKAGES = ("torch", "triton", "numpy", "safetensors", "transformers", "gt-all-m
 
 
 def _parser() -> argparse.ArgumentParser:
+    from .tune.command import add_parser as add_tune_parser
+
     parser = argparse.ArgumentParser(prog="python -m fusedmlp", description="Fused MLP layers for PyTorch.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     demo = commands.add_parser(
@@ -37,7 +39,8 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument(
         "--repeats", type=int, help="timed repeats of the pretrained model (default: 5 on a CPU, 50 on a GPU)"
     )
-    commands.add_parser("info", help="versions, devices, and which path runs on them")
+    add_tune_parser(commands)
+    commands.add_parser("info", help="versions, devices, settings tables, and which path runs on them")
     return parser
 
 
@@ -67,6 +70,7 @@ def _info_lines() -> list[str]:
     if not torch.cuda.is_available():
         built = torch.version.cuda or torch.version.hip
         lines.append(f"{'cuda':22s}{'no device visible' if built else 'this PyTorch is built without CUDA'}")
+        lines += [f"{'your settings tables':22s}{_own_tables()}"]
         return lines
     for i in range(torch.cuda.device_count()):
         p = torch.cuda.get_device_properties(i)
@@ -76,7 +80,24 @@ def _info_lines() -> list[str]:
             f"{p.total_memory / 2**30:.0f} GiB"
         )
         lines.append(f"{'path on ' + name:22s}{_path_on(torch.device(name))}")
+        lines += [f"{'settings on ' + name:22s}{text}" for text in _tables_of(torch.device(name))]
     return lines
+
+
+def _own_tables() -> str:
+    from .settings import tables
+
+    try:
+        return str(tables.user_path("<gpu>") or f"none, {tables.VARIABLE} is set empty")
+    except RuntimeError as error:
+        return f"none, {error}"
+
+
+def _tables_of(device: torch.device) -> list[str]:
+    from .settings import tables
+    from .settings.device import info
+
+    return tables.describe(info(device).slug)
 
 
 def _launch_path() -> str:
@@ -107,12 +128,16 @@ def _path_on(device: torch.device) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a sub-command. Returns the exit code: 0, 1 where the demo's numbers are out of bounds, 2 for a
-    request that cannot be met on this machine."""
+    """Runs a sub-command. Returns the exit code: 0; 1 where the demo's numbers are out of bounds or a shape could not
+    be tuned; 2 for a request that cannot be met on this machine; 130 where tuning was stopped."""
     args = _parser().parse_args(argv)
     if args.command == "info":
         print("\n".join(_info_lines()))
         return 0
+    if args.command == "tune":
+        from .tune import command
+
+        return command.main(args)
     from .demo import DemoError, run
 
     try:

@@ -22,6 +22,7 @@ class PlanNote:
         shape: tokens, widths and dtype.
         forward, backward: the launches in order, in words (backward: with every gradient asked for).
         settings: the tile settings of our kernels.
+        measured: what a settings table says of them against cuBLAS; empty where it says nothing.
     """
 
     op: str
@@ -31,6 +32,7 @@ class PlanNote:
     forward: tuple[str, ...] = ()
     backward: tuple[str, ...] = ()
     settings: str = ""
+    measured: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         head = f"{self.op} {self.shape}".rstrip()
@@ -39,6 +41,7 @@ class PlanNote:
         lines = [f"{head}: fused"]
         lines += [f"  forward  {i + 1}. {text}" for i, text in enumerate(self.forward)]
         lines += [f"  backward {i + 1}. {text}" for i, text in enumerate(self.backward)]
+        lines += [f"  {text}" for text in self.measured]
         return "\n".join(lines)
 
 
@@ -97,7 +100,20 @@ def note_plan(plan: Plan) -> None:
     if "down" in ours and ours["down"].family == "pair":
         del ours["down"]  # cuBLAS alone
     text = "; ".join(f"{name}: {settings}" for name, settings in ours.items())
-    note(PlanNote(plan.op, "fused", "", shape, forward, backward, text))
+    note(PlanNote(plan.op, "fused", "", shape, forward, backward, text, _measured(plan)))
+
+
+def _measured(plan: Plan) -> tuple[str, ...]:
+    """How cuBLAS compares with the fused kernel, for each kernel of which a settings table has both times."""
+    found = []
+    for name in plan.settings:
+        row = None if name.endswith(".apart") else plan.measured(name)
+        if row is None or row.pair_ratio is None:
+            continue
+        pair = "two cuBLAS products" if plan.asked[name][0] == "dual_dgrad" else "cuBLAS and a pointwise kernel"
+        at = "" if row.M == plan.M else f" at {row.M} tokens"
+        found.append(f"{name}: {pair}: {row.pair_ratio:.2f} of the fused kernel's time (measured{at})")
+    return tuple(found)
 
 
 def explain_plan(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:

@@ -15,6 +15,7 @@ from .checks import check_call, constant_while_compiling
 from .operations import OPERATIONS
 from .settings import Settings
 from .settings.device import info
+from .settings.tables import Row
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MIN_CAPABILITY = (8, 0)
@@ -32,6 +33,7 @@ class Plan:
         precision: ``"ieee"`` or ``"tf32"``, of fp32 products.
         eager_reason: why PyTorch's own operations run instead, or None.
         settings: the settings of each kernel, by the name the operation gives it.
+        asked: what each of those kernels was asked for: op, N, K, and whether TMA can describe its operands.
         launches: prepared launches, filled as they are first needed.
         device_index: of the CUDA device, None under the interpreter.
     """
@@ -46,6 +48,7 @@ class Plan:
     aligned: bool
     eager_reason: str | None = None
     settings: dict[str, Settings] = field(default_factory=dict)
+    asked: dict[str, tuple[str, int, int, bool]] = field(default_factory=dict)
     launches: dict[Any, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -59,9 +62,19 @@ class Plan:
 
     def choose(self, name: str, op: str, N: int, K: int, tma: bool = True) -> None:
         """Calculate the settings of one kernel."""
+        tma = tma and self.aligned
         self.settings[name] = settings.calculate_settings(
-            op, self.M, N, K, self.dtype, self.device, precision=self.precision, tma=tma and self.aligned
+            op, self.M, N, K, self.dtype, self.device, precision=self.precision, tma=tma
         )
+        self.asked[name] = (op, N, K, tma)
+
+    def measured(self, name: str) -> Row | None:
+        """The row of a settings table that one kernel's settings come from; None where none of a table's do."""
+        if name not in self.asked:
+            return None
+        op, N, K, tma = self.asked[name]
+        at = (op, self.M, N, K, self.dtype, self.device)
+        return settings.measured_row(self.settings[name], *at, precision=self.precision, tma=tma)
 
 
 _plans: dict[Any, Plan] = {}

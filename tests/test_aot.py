@@ -172,7 +172,7 @@ def answers(case: Case) -> set[tuple[str, Settings]]:
         dtype = str(case.dtype).removeprefix("torch.")
         for (op, name, row_precision, _, _), rows in tables.load(slug).items():
             if name == dtype and row_precision in ("", precision):
-                found |= {(op, answer) for _, answer in rows if case.tma or answer.family not in ("tma", "gluon")}
+                found |= {(op, row.settings) for row in rows if case.tma or row.settings.family not in ("tma", "gluon")}
     return found
 
 

@@ -181,8 +181,8 @@ def test_shipped_tables_parse(name):
     table = tables.load(name.removesuffix(".json"))
     assert table
     for rows in table.values():
-        assert [m for m, _ in rows] == sorted({m for m, _ in rows})
-        assert all(isinstance(found, Settings) for _, found in rows)
+        assert [row.M for row in rows] == sorted({row.M for row in rows})
+        assert all(isinstance(row.settings, Settings) for row in rows)
 
 
 def test_the_heuristic_stays_near_the_measured_best():

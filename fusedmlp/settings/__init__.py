@@ -1,6 +1,7 @@
 """How each kernel is launched for a shape: :func:`calculate_settings`. Never by benchmarking at run time.
 
-A measured table for the GPU model wins where it has the shape; else the heuristic decides.
+A measured table for the GPU model, the user's own before the shipped one, wins where it has the shape; else the
+heuristic decides.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from . import device, heuristic, tables
 from .types import FAMILIES, GLUON_ONLY_OPS, GLUON_OPS, OPS, SMALL_OPS, SMALL_TOKENS, Settings
 
-__all__ = ["FAMILIES", "OPS", "Settings", "calculate_settings", "override", "overridden"]
+__all__ = ["FAMILIES", "OPS", "Settings", "calculate_settings", "measured_row", "override", "overridden"]
 
 _override: ContextVar[tuple[tuple[str, Any], ...]] = ContextVar("fusedmlp_settings_override", default=())
 
@@ -44,6 +45,12 @@ def override(**fields: Any) -> Iterator[None]:
 def overridden() -> tuple[tuple[str, Any], ...]:
     """The forced fields, a part of every plan's key."""
     return _override.get()
+
+
+def _possible(op: str, dtype: torch.dtype, info: device.DeviceInfo, tma: bool) -> tuple[bool, bool]:
+    """Whether the TMA and the Gluon kernels can serve; tma: whether the operands allow it."""
+    tma = tma and info.has_tma and heuristic.tma_dtype(dtype)
+    return tma, tma and info.has_wgmma and op in GLUON_OPS
 
 
 def calculate_settings(
@@ -74,8 +81,7 @@ def calculate_settings(
         raise ValueError(f"unknown op {op!r}; the known ones are: {', '.join(OPS)}")
     info = device.info(torch.device(device_))
     aligned = tma
-    tma = tma and info.has_tma and heuristic.tma_dtype(dtype)
-    gluon = tma and info.has_wgmma and op in GLUON_OPS
+    tma, gluon = _possible(op, dtype, info, tma)
     forced = dict(overridden())
     family = forced.pop("family", None)
     if (family == "gluon" and not gluon) or (family == "small" and (op not in SMALL_OPS or M > SMALL_TOKENS)):
@@ -89,3 +95,22 @@ def calculate_settings(
         family = family or heuristic.family(op, M, N, K, dtype, tma, gluon, info)
         found = heuristic.settings(op, M, N, K, dtype, family, info, aligned)
     return replace(found, **forced) if forced else found
+
+
+def measured_row(
+    chosen: Settings,
+    op: str,
+    M: int,
+    N: int,
+    K: int,
+    dtype: torch.dtype,
+    device_: torch.device | str,
+    *,
+    precision: str = "ieee",
+    tma: bool = True,
+) -> tables.Row | None:
+    """The row of a table that ``chosen`` comes from, with what was measured; None where the heuristic or
+    :func:`override` decided. The other arguments are those that :func:`calculate_settings` had."""
+    info = device.info(torch.device(device_))
+    row = tables.find(info.slug, op, M, N, K, dtype, precision, *_possible(op, dtype, info, tma))
+    return row if row is not None and row.settings == chosen else None

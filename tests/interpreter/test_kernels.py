@@ -22,7 +22,7 @@ def device() -> torch.device:
     return torch.device("cpu")
 
 
-@pytest.fixture(params=["pointer", "tma", "small"], autouse=True)
+@pytest.fixture(params=["pointer", "tma"], autouse=True)
 def family(request):
     """Forces the kernel family of every call of a test."""
     with settings.override(family=request.param):

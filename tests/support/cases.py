@@ -42,6 +42,12 @@ class Case:
     recompute: bool = False
     seed: int = 0
 
+    def suits(self, family: str) -> bool:
+        """Whether kernels of a forced family serve it, rather than those that take their place elsewhere."""
+        if family == "small":
+            return self.op in ("glu_mlp", "mlp") and 0 < math.prod(self.lead) <= 64
+        return family != "gluon" or self.dtype != torch.float32
+
     @property
     def id(self) -> str:
         parts = [

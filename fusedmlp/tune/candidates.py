@@ -1,0 +1,263 @@
+"""What may serve each GEMM kernel, and the rule that picks one of the measured.
+
+``bench/sweep.py`` and ``python -m fusedmlp tune`` measure the same candidates and choose by the same rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from ..settings.types import GLUON_ONLY_OPS, SMALL_TOKENS, Settings
+
+# cuBLAS and a pointwise kernel are one launch more than a fused kernel, which must pay for itself: about what a
+# call of cuBLAS costs the host (22 to 50 were seen), in microseconds. Set with the sweep in view: at 8192 tokens,
+# 768 -> 3072, the pair would save 22 in the gated backward, and stays unused.
+PAIR_MUST_SAVE = 25.0
+# The table may take it where it holds no more memory than eager does; elsewhere it is measured to be compared with.
+PAIR_MAY_SERVE = ("glu_backward", "dual_dgrad", "glu_grads", "down")
+# Of these the pair need not pay for itself. Three separate products against one launch: where they are the faster the
+# device is busy long enough to hide the host. The last product: cuBLAS alone is one launch too.
+PAIR_IS_FREE = ("glu_grads", "down")
+# Not in tables: it wins in a window of tokens, which rows that stand for ranges do not describe. See the heuristic.
+NOT_TABLED = ("glu_grads",)
+
+
+def tma(m: int, n: int, k: int, parts: int, warps: int, stages: int, ctas: int) -> Settings:
+    return Settings("tma", m, n, k, parts=parts, warps=warps, stages=stages, ctas_per_sm=ctas)
+
+
+def gluon(m: int, n: int, k: int, parts: int, warps: int, stages: int) -> Settings:
+    return Settings("gluon", m, n, k, parts=parts, warps=warps, stages=stages)
+
+
+def small(n: int, k: int, stages: int, splits: int = 1, warps: int = 4) -> Settings:
+    """For small batches; block_m follows the tokens."""
+    return Settings("small", 0, n, k, parts=splits, warps=warps, stages=stages)
+
+
+def pointer(m: int, n: int, k: int, warps: int, stages: int) -> Settings:
+    return Settings("pointer", m, n, k, warps=warps, stages=stages)
+
+
+CANDIDATES = {
+    "glu": (
+        Settings("pair"),
+        gluon(128, 128, 64, 1, 8, 4),
+        gluon(128, 128, 64, 2, 8, 4),
+        gluon(128, 64, 64, 1, 4, 6),
+        gluon(128, 64, 64, 1, 4, 5),
+        gluon(64, 128, 64, 1, 4, 4),
+        gluon(64, 64, 64, 1, 4, 6),
+        tma(128, 128, 64, 1, 8, 4, 1),
+        tma(128, 64, 64, 1, 4, 3, 2),
+        tma(128, 64, 64, 1, 8, 5, 1),
+        tma(64, 64, 64, 1, 4, 4, 2),
+        tma(64, 128, 64, 1, 8, 4, 1),
+        tma(64, 64, 128, 1, 4, 4, 1),
+        tma(64, 32, 128, 1, 4, 4, 2),
+        tma(64, 32, 64, 1, 4, 5, 3),
+        tma(64, 16, 128, 1, 4, 4, 3),
+        small(64, 64, 5),
+        small(64, 64, 4),
+        small(64, 128, 3),
+        small(64, 128, 4),
+        small(32, 64, 5),
+        small(32, 128, 3),
+        small(32, 128, 4),
+        small(32, 256, 3),
+        small(16, 128, 4),
+        small(16, 256, 3),
+        small(128, 64, 4, warps=8),
+    ),
+    "down": (
+        Settings("pair"),
+        small(64, 64, 5, 2),
+        small(64, 64, 5, 4),
+        small(64, 64, 5, 8),
+        small(64, 64, 5, 12),
+        small(64, 128, 4, 2),
+        small(64, 128, 4, 4),
+        small(64, 128, 4, 8),
+        small(32, 64, 5, 4),
+        small(32, 128, 4),
+        small(32, 128, 4, 2),
+        small(32, 128, 4, 4),
+        small(32, 128, 4, 6),
+        small(32, 256, 3, 2),
+        small(16, 256, 3),
+        small(16, 256, 3, 2),
+    ),
+    "glu_backward": (
+        Settings("pair"),
+        gluon(128, 128, 64, 2, 4, 4),
+        gluon(128, 128, 64, 4, 4, 4),
+        gluon(64, 128, 64, 2, 4, 4),
+        gluon(64, 128, 64, 4, 4, 4),
+        tma(128, 128, 64, 2, 8, 4, 1),
+        tma(128, 128, 64, 4, 8, 4, 1),
+        tma(128, 64, 64, 2, 4, 4, 2),
+        tma(128, 64, 64, 4, 4, 4, 2),
+        tma(128, 64, 64, 1, 8, 4, 1),
+        tma(64, 128, 64, 2, 4, 4, 2),
+        tma(64, 128, 64, 4, 4, 4, 2),
+        tma(64, 64, 64, 1, 4, 4, 2),
+        tma(64, 64, 64, 2, 4, 4, 3),
+        tma(64, 64, 128, 1, 4, 3, 2),
+        tma(64, 32, 128, 1, 4, 4, 2),
+    ),
+    "glu_grads": (
+        Settings("pair"),
+        gluon(128, 128, 64, 2, 4, 6),
+        gluon(128, 128, 64, 2, 4, 5),
+        gluon(128, 128, 64, 1, 4, 5),
+        gluon(64, 128, 64, 2, 4, 6),
+    ),
+    "dual_dgrad": (
+        Settings("pair"),
+        tma(128, 256, 64, 2, 8, 4, 1),
+        tma(128, 128, 64, 2, 8, 4, 1),
+        tma(128, 128, 64, 2, 4, 3, 2),
+        tma(128, 128, 128, 2, 8, 3, 1),
+        tma(128, 64, 64, 1, 4, 4, 2),
+        tma(128, 64, 128, 1, 4, 4, 1),
+        tma(64, 128, 64, 1, 4, 4, 2),
+        tma(64, 128, 128, 1, 4, 4, 1),
+        tma(64, 64, 128, 1, 4, 3, 2),
+        tma(64, 64, 128, 1, 4, 6, 1),
+        tma(64, 32, 128, 1, 4, 4, 2),
+        tma(64, 16, 128, 1, 4, 5, 2),
+        tma(256, 128, 64, 2, 8, 4, 1),
+        tma(128, 256, 64, 1, 8, 3, 1),
+    ),
+    "linear_act": (
+        Settings("pair"),
+        gluon(128, 128, 64, 1, 4, 4),
+        gluon(128, 128, 64, 2, 4, 6),
+        gluon(128, 256, 64, 4, 8, 4),
+        gluon(64, 128, 64, 2, 4, 6),
+        tma(128, 256, 64, 2, 8, 4, 1),
+        tma(128, 128, 64, 2, 8, 4, 1),
+        tma(128, 128, 64, 2, 4, 3, 2),
+        tma(128, 64, 64, 1, 4, 4, 2),
+        tma(64, 128, 64, 1, 4, 4, 2),
+        tma(64, 64, 64, 1, 4, 4, 3),
+        tma(64, 64, 128, 1, 4, 3, 2),
+        tma(64, 32, 128, 1, 4, 4, 2),
+        tma(64, 16, 128, 1, 4, 4, 3),
+    ),
+    "act_backward": (
+        Settings("pair"),
+        gluon(128, 128, 64, 2, 4, 4),
+        gluon(128, 128, 64, 4, 4, 4),
+        gluon(64, 128, 64, 2, 4, 4),
+        tma(128, 128, 64, 2, 8, 4, 1),
+        tma(128, 128, 64, 2, 4, 3, 2),
+        tma(128, 64, 64, 2, 4, 4, 2),
+        tma(128, 64, 64, 1, 4, 4, 2),
+        tma(64, 128, 64, 2, 4, 4, 2),
+        tma(64, 64, 64, 1, 4, 4, 3),
+        tma(64, 64, 128, 1, 4, 3, 2),
+        tma(64, 32, 128, 1, 4, 4, 2),
+    ),
+}
+
+# Where TMA cannot serve: GPUs before 9.0, rows that are no multiple of 16 bytes, fp32.
+POINTER_CANDIDATES = (
+    pointer(128, 128, 32, 8, 3),
+    pointer(128, 64, 32, 8, 3),
+    pointer(128, 64, 64, 8, 3),
+    pointer(64, 128, 32, 8, 3),
+    pointer(64, 64, 64, 4, 3),
+    pointer(64, 64, 32, 8, 3),
+    pointer(64, 64, 32, 4, 3),
+    pointer(64, 32, 32, 4, 3),
+    pointer(64, 32, 64, 4, 3),
+    pointer(32, 32, 64, 4, 3),
+)
+
+PASS = {
+    "glu": "forward",
+    "down": "forward",
+    "linear_act": "forward",
+    "glu_backward": "backward",
+    "glu_grads": "backward",
+    "dual_dgrad": "backward",
+    "act_backward": "backward",
+}
+
+GATED = ("glu", "down", "glu_backward", "dual_dgrad")
+# The kernels that a layer tunes. Tables know no activations: gate and up of any gated layer share their rows.
+LAYERS = {
+    "geglu": GATED,
+    "swiglu": GATED,
+    "mlp": ("linear_act", "down", "act_backward"),
+    "linear": ("linear_act",),
+}
+# As a row and a user name them: the dtype of the operands and the precision of an fp32 product.
+DTYPES = {
+    "bfloat16": (torch.bfloat16, ""),
+    "float16": (torch.float16, ""),
+    "float32": (torch.float32, "ieee"),
+    "tf32": (torch.float32, "tf32"),
+}
+
+
+def sizes(op: str, D: int, H: int) -> tuple[int, int]:
+    """``(N, K)``, the columns and the summed dimension, of one kernel of a layer D -> H."""
+    return (D, H) if op in ("dual_dgrad", "down") else (H, D)
+
+
+def candidates(op: str, M: int, tma: bool, gluon: bool) -> tuple[Settings, ...]:
+    """What to measure for one kernel with M tokens. tma, gluon: whether those families can serve the operands here."""
+    padded = 16 if M <= 16 else 32 if M <= 32 else 64
+    found = []
+    for candidate in CANDIDATES[op]:
+        if candidate.family == "small" and M <= SMALL_TOKENS:
+            found.append(replace(candidate, block_m=padded))
+        elif candidate.family in ("pair", *(["tma"] if tma else []), *(["gluon"] if tma and gluon else [])):
+            found.append(candidate)
+    has_pointer = not tma and op not in ("down", *GLUON_ONLY_OPS)
+    return (*found, *POINTER_CANDIDATES) if has_pointer else tuple(found)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What the rule took, and the times (microseconds) that a table keeps of it.
+
+    Attributes:
+        settings: the chosen. us: its time.
+        pair_us: of cuBLAS and a pointwise kernel; None where they were not measured.
+        fused_us: of the fastest fused kernel, where the pair was chosen and one was measured; else None.
+    """
+
+    settings: Settings
+    us: float
+    pair_us: float | None = None
+    fused_us: float | None = None
+
+    def row(self) -> dict[str, Any]:
+        """What a table keeps of it: the settings, and the times that there are."""
+        times = {"us": self.us, "pair_us": self.pair_us, "fused_us": self.fused_us}
+        return {"settings": asdict(self.settings), **{k: round(us, 3) for k, us in times.items() if us is not None}}
+
+
+def choose(op: str, dtype: torch.dtype, measured: Sequence[tuple[Settings, float]]) -> Choice | None:
+    """The fastest of the measured (settings, microseconds); None of none.
+
+    The pair must save :data:`PAIR_MUST_SAVE` (but for :data:`PAIR_IS_FREE`), and serves the ops of
+    :data:`PAIR_MAY_SERVE` alone. In float32, where the heuristic takes it everywhere, it may serve every op.
+    """
+    fused = [(us, settings) for settings, us in measured if settings.family != "pair"]
+    pairs = [(us, settings) for settings, us in measured if settings.family == "pair"]
+    best = min(fused, key=lambda found: found[0], default=None)
+    pair = min(pairs, key=lambda found: found[0], default=None)
+    pair_us = pair[0] if pair else None
+    may_serve = op in PAIR_MAY_SERVE or dtype == torch.float32
+    must_save = 0.0 if op in PAIR_IS_FREE else PAIR_MUST_SAVE
+    if pair and may_serve and (best is None or pair[0] + must_save < best[0]):
+        return Choice(pair[1], pair[0], pair[0], best[0] if best else None)
+    return Choice(best[1], best[0], pair_us) if best else None

@@ -172,7 +172,11 @@ def answers(case: Case) -> set[tuple[str, Settings]]:
         dtype = str(case.dtype).removeprefix("torch.")
         for (op, name, row_precision, _, _), rows in tables.load(slug).items():
             if name == dtype and row_precision in ("", precision):
-                found |= {(op, row.settings) for row in rows if case.tma or row.settings.family not in ("tma", "gluon")}
+                found |= {
+                    (op, row.settings)
+                    for row in rows
+                    if case.tma or row.settings.family not in ("tma", "gluon", "small")
+                }
     return found
 
 

@@ -87,6 +87,8 @@ def test_a_row_for_small_batches_serves_no_larger_ones():
     with on(UNKNOWN), mock.patch.object(tables, "load", return_value=tables.parse(text)):
         for M, family in ((64, "small"), (65, "pair")):
             assert calculate_settings("down", M, 768, 3072, torch.bfloat16, "cuda").family == family
+        # Measured with rows at multiples of 16 bytes; elsewhere each element has an address in registers.
+        assert calculate_settings("down", 64, 768, 3072, torch.bfloat16, "cuda", tma=False).family == "pair"
 
 
 def test_gluon_is_forced_only_where_there_is_such_a_kernel():

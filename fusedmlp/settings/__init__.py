@@ -90,7 +90,7 @@ def calculate_settings(
         family = "pointer"
     if (op in GLUON_ONLY_OPS and family in ("tma", "pointer")) or (op == "down" and family not in (None, "small")):
         family = "pair"
-    found = tables.lookup(info.slug, op, M, N, K, dtype, precision, tma, gluon) if family is None else None
+    found = tables.lookup(info.slug, op, M, N, K, dtype, precision, tma, gluon, aligned) if family is None else None
     if found is None:
         family = family or heuristic.family(op, M, N, K, dtype, tma, gluon, info)
         found = heuristic.settings(op, M, N, K, dtype, family, info, aligned)
@@ -112,5 +112,5 @@ def measured_row(
     """The row of a table that ``chosen`` comes from, with what was measured; None where the heuristic or
     :func:`override` decided. The other arguments are those that :func:`calculate_settings` had."""
     info = device.info(torch.device(device_))
-    row = tables.find(info.slug, op, M, N, K, dtype, precision, *_possible(op, dtype, info, tma))
+    row = tables.find(info.slug, op, M, N, K, dtype, precision, *_possible(op, dtype, info, tma), aligned=tma)
     return row if row is not None and row.settings == chosen else None

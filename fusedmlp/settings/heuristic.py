@@ -122,8 +122,6 @@ def _gluon(op: str, M: int, N: int, K: int) -> Settings:
         return Settings("gluon", 128, 128, 64, parts=2, warps=4, stages=6)
     tiles = _tiles(M, N, 128, 128)
     if op == "linear_act":
-        if tiles >= 1000:
-            return Settings("gluon", 128, 128, 64, warps=4, stages=4)
         return Settings("gluon", 64 if tiles < 250 else 128, 128, 64, parts=2, warps=4, stages=6)
     if op in ("glu_backward", "act_backward"):
         return Settings("gluon", 64 if tiles < 200 else 128, 128, 64, parts=2, warps=4, stages=4)

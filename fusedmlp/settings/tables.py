@@ -198,10 +198,20 @@ def describe(slug: str) -> list[str]:
 
 
 def find(
-    slug: str, op: str, M: int, N: int, K: int, dtype: torch.dtype, precision: str, tma: bool, gluon: bool = False
+    slug: str,
+    op: str,
+    M: int,
+    N: int,
+    K: int,
+    dtype: torch.dtype,
+    precision: str,
+    tma: bool,
+    gluon: bool = False,
+    aligned: bool = True,
 ) -> Row | None:
     """The row for a shape, or None where the heuristic decides. Beyond the largest M of the table its last row holds;
-    a user's last row only from :data:`HOLDS_FROM` tokens on."""
+    a user's last row only from :data:`HOLDS_FROM` tokens on. tma, gluon: whether these families can serve; aligned:
+    whether rows start at multiples of 16 bytes, as those did that were measured."""
     dtype_name = str(dtype).removeprefix("torch.")
     precision = precision if dtype == torch.float32 else ""
     rows = load(slug).get((op, dtype_name, precision, N, K))
@@ -211,14 +221,23 @@ def find(
     if M > last.M and last.own and last.M < HOLDS_FROM:
         return None
     row = rows[min(bisect_left([row.M for row in rows], M), len(rows) - 1)]
-    if row.settings.family == "small" and M > SMALL_TOKENS:
+    if row.settings.family == "small" and (M > SMALL_TOKENS or not aligned):
         return None
     return None if (row.settings.family, False) in (("tma", tma), ("gluon", gluon)) else row
 
 
 def lookup(
-    slug: str, op: str, M: int, N: int, K: int, dtype: torch.dtype, precision: str, tma: bool, gluon: bool = False
+    slug: str,
+    op: str,
+    M: int,
+    N: int,
+    K: int,
+    dtype: torch.dtype,
+    precision: str,
+    tma: bool,
+    gluon: bool = False,
+    aligned: bool = True,
 ) -> Settings | None:
     """The measured settings for a shape, or None; see :func:`find`."""
-    row = find(slug, op, M, N, K, dtype, precision, tma, gluon)
+    row = find(slug, op, M, N, K, dtype, precision, tma, gluon, aligned)
     return None if row is None else row.settings

@@ -135,7 +135,6 @@ CANDIDATES = {
     ),
     "linear_act": (
         Settings("pair"),
-        gluon(128, 128, 64, 1, 4, 4),
         gluon(128, 128, 64, 2, 4, 6),
         gluon(128, 256, 64, 4, 8, 4),
         gluon(64, 128, 64, 2, 4, 6),

@@ -35,8 +35,9 @@ class Fused(torch.autograd.Function):
         saved = (x, *weights, *[out if t is y else t for t in kept])
         ctx.save_for_backward(*saved)
         # Biases are no part of a backward, so users may change them before it, unless forward is to be run again.
-        versions = [None if b is None else b._version for b in biases]
-        ctx.call = plan, recompute, biases, versions, [t.data_ptr() for t in saved]  # type: ignore[union-attr]
+        versions = [None if b is None or b.is_inference() else b._version for b in biases]
+        places = [(t.data_ptr(), t.stride()) for t in saved]  # type: ignore[union-attr]
+        ctx.call = plan, recompute, biases, versions, places
         return out
 
     @staticmethod
@@ -54,10 +55,12 @@ apply = super(torch.autograd.Function, Fused).apply
 
 
 def _gradients(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
-    plan, recompute, biases, versions, addresses = ctx.call
+    plan, recompute, biases, versions, places = ctx.call
     saved, needs = ctx.saved_tensors, ctx.needs_input_grad[2:]
     layers = len(biases)
     x, weights, kept = saved[0], saved[1 : 1 + layers], saved[1 + layers :]
+    if torch.compiler.is_compiling():
+        return _traced(plan, x, weights, biases, needs, gy)
     differentiable = torch.is_grad_enabled()
     if differentiable or recompute:
         _check_unchanged(biases, versions)
@@ -65,7 +68,7 @@ def _gradients(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
         return _by_pytorch(plan, x, weights, biases, needs, gy, differentiable)
     if gy.is_neg():
         gy = gy.resolve_neg()
-    if addresses != [t.data_ptr() for t in saved]:
+    if places != [(t.data_ptr(), t.stride()) for t in saved]:
         # Hooks on saved tensors (offloading) may hand back copies that lie in memory in another way.
         kept = [plan.launchers.common.as_contiguous(t, t.shape[-1]) for t in kept]
         plan = plans.find(plan.op, plan.activation, x, weights, biases)
@@ -93,11 +96,25 @@ def _stands_for_more(gy: Tensor) -> bool:
 
 def _check_unchanged(biases: Sequence[Tensor | None], versions: Sequence[int | None]) -> None:
     for bias, version in zip(biases, versions, strict=True):
-        if bias is not None and bias._version != version:
+        if bias is not None and version is not None and bias._version != version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: a "
                 f"bias of shape {list(bias.shape)} is at version {bias._version}; expected version {version}"
             )
+
+
+def _traced(
+    plan: Plan,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    needs: Sequence[bool],
+    gy: Tensor,
+) -> tuple[Tensor | None, ...]:
+    """Compiled autograd traces this backward: PyTorch's operations, which it can see into."""
+    rows, gradient = x.reshape(-1, x.shape[-1]), gy.reshape(-1, gy.shape[-1])
+    dx, *rest = OPERATIONS[plan.op].reference_grads(gradient, rows, weights, biases, plan.activation)
+    return tuple(g if need else None for g, need in zip((dx.view(x.shape), *rest), needs, strict=True))
 
 
 def _by_pytorch(

@@ -152,6 +152,8 @@ def _transformed_while_compiling() -> str | None:
 def strange(tensors: Sequence[Tensor | None]) -> str | None:
     """Why these tensors have no strided memory to speak of (sparse, nested, mkldnn), or None."""
     for t in tensors:
+        if isinstance(t, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(t):
+            return "a tensor that outlived its torch.func transform"
         if isinstance(t, Tensor) and (t.is_nested or t.layout is not torch.strided):
             return f"a {'nested' if t.is_nested else t.layout} tensor has no rows in memory"
     return None

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .plan import Plan
+    from .settings import Settings
 
 
 @dataclass(frozen=True)
@@ -94,20 +95,33 @@ def note_plan(plan: Plan) -> None:
         note(PlanNote(plan.op, "eager", plan.eager_reason, shape))
         return
     forward, backward = _LAUNCHES[plan.op](plan)
-    ours = {name: settings for name, settings in plan.settings.items() if not name.endswith(".apart")}
+    text = "; ".join(f"{name}: {settings}" for name, settings in _serving(plan).items())
+    note(PlanNote(plan.op, "fused", "", shape, forward, backward, text, _measured(plan)))
+
+
+def _serving(plan: Plan) -> dict[str, Settings]:
+    """The settings of the kernels of ours that run."""
+    ours = {name: _settings(plan, name) for name in plan.settings if not name.endswith(".apart")}
     if "grads" in ours:  # one launch for several products, or nothing of ours
         ours.pop("dgrad" if ours["grads"].family == "gluon" else "grads")
     if "down" in ours and ours["down"].family == "pair":
         del ours["down"]  # cuBLAS alone
-    text = "; ".join(f"{name}: {settings}" for name, settings in ours.items())
-    note(PlanNote(plan.op, "fused", "", shape, forward, backward, text, _measured(plan)))
+    return ours
+
+
+def _settings(plan: Plan, name: str) -> Settings:
+    """Of one kernel; of its stand-in where gate and up differ in a way that one descriptor cannot describe."""
+    settings = plan.settings[name]
+    if settings.family == "tma" and f"{name}.apart" in plan.settings and not plan.pairs:
+        return plan.settings[f"{name}.apart"]
+    return settings
 
 
 def _measured(plan: Plan) -> tuple[str, ...]:
     """How cuBLAS compares with the fused kernel, for each kernel of which a settings table has both times."""
     found = []
-    for name in plan.settings:
-        row = None if name.endswith(".apart") else plan.measured(name)
+    for name, settings in _serving(plan).items():
+        row = plan.measured(name) if settings == plan.settings[name] else None
         if row is None or row.pair_ratio is None:
             continue
         pair = "two cuBLAS products" if plan.asked[name][0] == "dual_dgrad" else "cuBLAS and a pointwise kernel"
@@ -124,7 +138,7 @@ def explain_plan(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Explana
 
 
 def _kernel(plan: Plan, name: str, fused: str, pair: tuple[str, ...]) -> tuple[str, ...]:
-    settings = plan.settings[name]
+    settings = _settings(plan, name)
     return pair if settings.family == "pair" else (f"{fused} [{settings}]",)
 
 
@@ -146,11 +160,11 @@ def _glu_mlp(plan: Plan) -> tuple[tuple[str, ...], tuple[str, ...]]:
         "dH, dGate, dUp, activation again, bias gradients",
         ("cuBLAS dH", "dGate, dUp, activation again, bias gradients"),
     )
+    down = _kernel(plan, "down", "down", ("cuBLAS down",))
     grads = plan.settings["grads"]
     if grads.family == "gluon":
-        return (*forward, "cuBLAS down"), (*hidden, f"dX, dWgate, dWup and dWdown [{grads}]")
+        return (*forward, *down), (*hidden, f"dX, dWgate, dWup and dWdown [{grads}]")
     dgrad = _kernel(plan, "dgrad", "dX over gate and up", ("cuBLAS dX of gate", "cuBLAS dX of up, added"))
-    down = _kernel(plan, "down", "down", ("cuBLAS down",))
     return (*forward, *down), (*hidden, *dgrad, "cuBLAS dWgate and dWup", "cuBLAS dWdown")
 
 

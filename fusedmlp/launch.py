@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import re
 from concurrent.futures import ThreadPoolExecutor
+from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
@@ -100,6 +101,7 @@ class Launch:
     __slots__ = (
         "_args",
         "_calls",
+        "_compiled",
         "_launcher",
         "_maps",
         "_numbers",
@@ -127,6 +129,7 @@ class Launch:
         self.constants = constants
         self.options = options
         self.tiles = tiles or {}
+        self._compiled: Any = None  # kept: Triton unloads a kernel that nobody holds
         self._plan: Any = None  # launch() of a plan of the compiled launcher
         self._launcher: Any = None  # the compiled kernel's run, or the C function under it
         self._raw = False
@@ -192,6 +195,7 @@ class Launch:
 
     def _adopt(self, compiled: Any, device_index: int, args: tuple[Any, ...]) -> None:
         """Take the fastest path that this compiled kernel offers."""
+        self._compiled = compiled
         if _launcher is not None:
             pairs = {i for i, a in enumerate(args) if isinstance(a, tuple)}
             spec = _kernel_spec(compiled, self.grid, len(args), self.tiles, pairs)
@@ -323,7 +327,9 @@ def _hooked() -> bool:
 
 
 _counters: dict[tuple[int, int, int], Tensor] = {}
-_for_graphs: dict[int, Tensor] = {}  # by device: zeros that captured kernels take theirs from, for good
+_for_graphs: dict[int, Tensor] = {}  # by device: the zeros that are left for captured kernels
+_graph_blocks: list[Tensor] = []  # all that any came from: graphs use them for good
+_lock = Lock()  # of these three
 COUNTERS = 8  # int32: two for each grid barrier of a kernel, up to four barriers
 GRAPH_COUNTERS = 1 << 18  # int32, a mebibyte
 
@@ -346,20 +352,32 @@ def barrier_counters(device: torch.device, count: int = COUNTERS) -> Tensor:
     key = (device.index, torch._C._cuda_getCurrentRawStream(device.index), count)
     found = _counters.get(key)
     if found is None:
-        found = _counters[key] = _zeros_outside_pools(device, count)
-        if device.index not in _for_graphs:
-            _for_graphs[device.index] = _zeros_outside_pools(device, GRAPH_COUNTERS)
+        made = _zeros_outside_pools(device, count)
+        with _lock:
+            found = _counters.setdefault(key, made)  # another thread's, if it was first
+        _supply_graphs(device)
     return found
 
 
+def _supply_graphs(device: torch.device) -> None:
+    """See to it that captures find zeros: made within one, each replay would fill them by a launch."""
+    left = _for_graphs.get(device.index)
+    if left is not None and left.numel() >= GRAPH_COUNTERS // 4:
+        return
+    block = _zeros_outside_pools(device, GRAPH_COUNTERS)
+    with _lock:
+        if _for_graphs.get(device.index) is left:
+            _graph_blocks.append(block)
+            _for_graphs[device.index] = block
+
+
 def _counters_of_graph(device: torch.device, count: int) -> Tensor:
-    """Zeros made before the capture where some are left: made within, each replay would fill them by a launch."""
-    left = _for_graphs.pop(device.index, None)  # at once, so that captures of two threads do not share any
-    if left is None:
-        return torch.zeros(count, dtype=torch.int32, device=device)
-    enough = left.numel() >= count
-    _for_graphs[device.index] = left[count:] if enough else left  # even if empty: it keeps the graphs' memory alive
-    return left[:count] if enough else torch.zeros(count, dtype=torch.int32, device=device)
+    with _lock:
+        left = _for_graphs.get(device.index)
+        if left is not None and left.numel() >= count:
+            _for_graphs[device.index] = left[count:]
+            return left[:count]
+    return torch.zeros(count, dtype=torch.int32, device=device)
 
 
 def _zeros_outside_pools(device: torch.device, count: int) -> Tensor:

@@ -123,6 +123,8 @@ def _run_backward(
 ) -> list[Tensor]:
     act = resolve_activation(activation)
     all_biases = _spread(biases, has_bias)
+    if op == "linear_act" and x.dtype == torch.float32:
+        kept = []  # zeros where forward went PyTorch's way, under a precision that may have changed since
     plan = plans.find(op, act, x, weights, all_biases)
     if plan.eager_reason is not None:
         flat_gy, flat_x = gy.reshape(_tokens(x), gy.shape[-1]), x.reshape(_tokens(x), x.shape[-1])

@@ -56,6 +56,7 @@ class Plan:
         # Triton's interpreter computes every fp32 product in full.
         self.dot_precision = "tf32" if self.precision == "tf32" and self.device_index is not None else "ieee"
         self.launchers: Any = None  # the package, imported for the first plan that needs it, since it needs Triton
+        self.packed = True  # no weight has room between its rows
         self.pairs = False  # gate and up have one row stride, so that one descriptor may span them
         # Approximate tanh and exp where the result is rounded to 16 bits; the interpreter has no inline assembly.
         self.fast_math = self.device_index is not None and self.dtype != torch.float32
@@ -140,6 +141,7 @@ def _make(
     widths = (K, *(w.shape[0] for w in weights))
     device = x.device
     plan = Plan(op, activation, M, widths, x.dtype, device, precision, _aligned(x, weights))
+    plan.packed = all(w.stride(0) == w.shape[1] or w.shape[0] <= 1 for w in weights if w.dim() == 2)
     plan.pairs = op == "glu_mlp" and weights[0].stride() == weights[1].stride()
     plan.eager_reason = why_eager(x, M, weights, biases)
     if op == "linear_act" and activation.name == "identity" and plan.eager_reason is None:
@@ -238,7 +240,7 @@ def _choose_mlp(plan: Plan) -> None:
 
 
 def _choose_relu_mlp(plan: Plan) -> None:
-    if stack_fits(plan):
+    if plan.packed and stack_fits(plan):
         plan.choose("stack", "relu_stack", max(plan.widths[1:]), max(plan.widths))
     for i, (K, N) in enumerate(zip(plan.widths, plan.widths[1:], strict=False)):
         plan.choose(f"forward.{i}", "linear_act", N, K)

@@ -283,3 +283,16 @@ def test_progress_goes_to_stderr(fake: Fake, tmp_path: Path, capsys: pytest.Capt
 def test_without_tqdm_there_are_lines():
     with mock.patch.dict(sys.modules, {"tqdm": None}):
         assert isinstance(progress.default(), progress.Lines)
+
+
+def test_two_runs_may_share_a_file(tmp_path: Path):
+    """Two GPUs of one model have one default file: neither run takes the other's rows out of it."""
+    path = tmp_path / "shared.json"
+    runs = [files.TableFile.open(path, Machine("NVIDIA Toy", "2.9", "3.6"), "how") for _ in range(2)]
+    row = {"op": "glu", "dtype": "bfloat16", "precision": "", "N": 64, "K": 64, "settings": asdict(SMALL)}
+    for n in range(3):
+        for i, one in enumerate(runs):
+            one.add({**row, "M": 1 + 10 * i + n})
+    assert sorted(r["M"] for r in json.loads(path.read_text())["rows"]) == [1, 2, 3, 11, 12, 13]
+    assert [p.name for p in tmp_path.iterdir() if p.suffix == ".part"] == []
+    assert path.stat().st_mode & 0o444 == 0o444

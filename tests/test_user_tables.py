@@ -205,12 +205,18 @@ def test_explain_shows_the_measured_ratio(tmp_path: Path):
         {**dgrad, "us": 50.0, "pair_us": 50.0, "fused_us": 80.0},
         {**backward, "us": 100.0},
     )
-    found = note()
+    found = note(M=512)
     assert found.measured == (
-        "forward: cuBLAS and a pointwise kernel: 0.93 of the fused kernel's time (measured)",
+        "forward: cuBLAS and a pointwise kernel: 0.93 of the fused kernel's time (measured at 1024 tokens)",
         "dgrad: two cuBLAS products: 0.62 of the fused kernel's time (measured at 2048 tokens)",
     )
     assert str(found).endswith("\n  ".join(["", *found.measured]))
+
+
+def test_explain_says_nothing_of_products_that_one_launch_makes(tmp_path: Path):
+    dgrad = {**BF16, "op": "dual_dgrad", "N": 768, "K": 3072, "M": 2048, "settings": {"family": "pair"}}
+    rows_for_h100(tmp_path, {**dgrad, "us": 50.0, "pair_us": 50.0, "fused_us": 80.0})
+    assert note(M=512).measured and not note(M=1024).measured
 
 
 def test_explain_says_nothing_where_nothing_was_measured(tmp_path: Path):

@@ -15,6 +15,7 @@ from .common import (
     ceil_div,
     gluon_chunk,
     gluon_options,
+    gluon_stages,
     launch_options,
     persistent_grid,
     pointwise_options,
@@ -87,9 +88,10 @@ def _act_backward_gluon_launch(
     }
     slots = 256 // columns  # chunks that a warpgroup keeps loaded ahead
     flags = (act.name, act.saves == "output", store_a, bias_grad, out_bias_grad, plan.fast_math)
-    options = gluon_options(settings, cooperative=bias_grad or out_bias_grad)
-    grid = persistent_grid(plan, tiles, settings)
-    constants = (settings.stages, slots, settings.group, *flags)
+    biases = bias_grad or out_bias_grad
+    options = gluon_options(settings, cooperative=biases)
+    grid = resident_grid(plan, tiles) if biases else persistent_grid(plan, tiles, settings)
+    constants = (gluon_stages(settings), slots, settings.group, *flags)
     return Launch(hidden_backward_gluon, grid, constants, tiles_of, **options)
 
 

@@ -126,10 +126,14 @@ def store_buffers(plan: Plan, settings: Settings, weights: int, columns: int, co
 
 
 def gluon_chunk(settings: Settings, biases: bool) -> tuple[int, int]:
-    """Rows and columns that a warp-specialised backward's epilogue takes at once; the sums for bias gradients leave
-    registers for half."""
-    columns = settings.block_n // settings.parts
-    return min(settings.block_m, 64), min(columns, 32) if biases else columns
+    """Rows and columns that a warp-specialised backward's epilogue takes at once: 64 at most, so that two are loaded
+    ahead (a slot is given back when the next is there); the sums for bias gradients leave registers for half."""
+    return min(settings.block_m, 64), min(settings.block_n // settings.parts, 32 if biases else 64)
+
+
+def gluon_stages(settings: Settings) -> int:
+    """Two at least: a stage is given back when the next has been waited for."""
+    return max(2, settings.stages)
 
 
 def gluon_options(settings: Settings, cooperative: bool = False) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from ..launch import Launch
 from ..plan import Plan
 from ..settings import Settings
 from ..settings.device import info
-from .common import as_rows, ceil_div, half_tiles, persistent_grid, prepared, rows_tile
+from .common import as_rows, ceil_div, gluon_stages, half_tiles, persistent_grid, prepared, rows_tile
 
 
 def _launch(
@@ -48,7 +48,7 @@ def _launch(
     room = (info(plan.device).shared - 1024) // gy.element_size() - settings.stages * (m + n) * k
     buffers = max(1, min(2, room // (2 * m * columns)))  # of each warpgroup; barriers need less than a kilobyte
     needs = (dx is not None, dgate_up_weight is not None, ddown_weight is not None)
-    constants = (settings.stages, buffers, settings.group, columns, *needs)
+    constants = (gluon_stages(settings), buffers, settings.group, columns, *needs)
     grid = persistent_grid(plan, tiles, settings)
     return Launch(glu_grads_gluon, grid, constants, tiles_of, num_warps=settings.warps)
 

@@ -19,6 +19,7 @@ from .common import (
     as_rows,
     ceil_div,
     gluon_options,
+    gluon_stages,
     launch_options,
     persistent_grid,
     prepared,
@@ -76,7 +77,7 @@ def _linear_act_gluon_launch(
     if save_pre:
         tiles_of[6] = out
     buffers = store_buffers(plan, settings, 1, columns, 2 if pingpong else 1)
-    constants = (settings.stages, buffers, settings.group, act.name, save_pre, True, plan.fast_math, pingpong)
+    constants = (gluon_stages(settings), buffers, settings.group, act.name, save_pre, True, plan.fast_math, pingpong)
     grid = persistent_grid(plan, tiles, settings)
     return Launch(hidden_forward_gluon, grid, constants, tiles_of, **gluon_options(settings))
 
@@ -133,7 +134,7 @@ def relu_layers(
 ) -> list[Tensor]:
     """The output [M, N_i] of every layer, by one launch where the plan has one for the stack."""
     settings = plan.settings.get("stack")
-    if settings is None or any(row_stride(w) != w.shape[1] for w in weights):
+    if settings is None:
         outputs = []
         for i, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
             x, _ = linear_act(plan, f"forward.{i}", x, weight, bias, act, save_pre=False)

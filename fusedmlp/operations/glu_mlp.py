@@ -77,7 +77,9 @@ def backward(
         assert gate_up is not None
     dx = dwg = dwu = dwd = dbg = dbu = dbd = None
     if needs_x or needs_gate or needs_up or needs_bg or needs_bu:
-        hidden = run.glu_backward(plan, gy, down, gate_up, needs_down, needs_bg or needs_bu, needs_bd)
+        hidden = plan.launchers.glu_backward.glu_backward(
+            plan, gy, down, gate_up, needs_down, needs_bg or needs_bu, needs_bd
+        )
         dgate_up, h, dbg, dbu, dbd = hidden
         if needs_x and needs_gate and needs_up and needs_down and plan.settings["grads"].family == "gluon":
             dx, dwgu, dwd = plan.launchers.glu_grads.glu_grads(plan, gy, h, dgate_up, x, gate, up)

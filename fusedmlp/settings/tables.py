@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .device import INTERPRETER, slug_of
-from .types import FAMILIES, OPS, SMALL_TOKENS, Settings
+from .types import FAMILIES, OPS, SMALL_OPS, SMALL_TOKENS, Settings
 
 VARIABLE = "FUSEDMLP_SETTINGS"
 DTYPES = ("float32", "bfloat16", "float16")
@@ -86,6 +86,10 @@ def _settings_of(row: dict[str, Any]) -> Settings:
             raise _refuse(f"{name} must be {kind}, not {value!r}", row)
     if row["op"] == "relu_stack" and found.family != "pointer":
         raise _refuse("relu_stack has pointer kernels alone", row)
+    if found.family == "small" and row["op"] not in SMALL_OPS:
+        raise _refuse(f"{row['op']} has no kernel for small batches", row)
+    if found.family == "gluon" and found.stages < 2:
+        raise _refuse("a gluon kernel needs 2 stages or more", row)
     return found
 
 
@@ -186,7 +190,10 @@ def describe(slug: str) -> list[str]:
     lines = []
     path = user_path(slug)
     if own:
-        content = json.loads(Path(str(path)).read_text(encoding="utf-8"))
+        try:
+            content = json.loads(Path(str(path)).read_text(encoding="utf-8"))
+        except (OSError, ValueError):  # changed since it was read
+            content = {}
         versions = [f"{name} {content[name]}" for name in ("torch", "triton") if name in content]
         lines.append(f"yours, {', '.join([f'{own} rows', *versions])}: {path}")
     if shipped:

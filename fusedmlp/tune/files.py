@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -52,12 +54,14 @@ def write_table(path: Path, head: dict[str, Any], rows: Iterable[dict[str, Any]]
     """
     lines = ",\n".join(json.dumps(row) for row in rows)
     fields = "".join(f"{json.dumps(name)}: {json.dumps(value)}, " for name, value in head.items())
-    half = path.with_name(f".{path.name}.{os.getpid()}.part")
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
+    half = Path(name)
     try:
-        with open(half, "w", encoding="utf-8") as file:
+        with open(handle, "w", encoding="utf-8") as file:
             file.write(f'{{{fields}"rows": [\n{lines}\n]}}\n')
             file.flush()
             os.fsync(file.fileno())
+        half.chmod(0o644)  # a temporary file is its owner's alone
         os.replace(half, path)
     except BaseException:
         half.unlink(missing_ok=True)
@@ -111,13 +115,26 @@ class TableFile:
                 f"{path} holds settings of {gpu}, and this GPU is {machine.gpu}; give another --out, or --restart "
                 f"(it is kept as {path.name}.bak)"
             )
+        found._take_in(content)
+        return found
+
+    def _take_in(self, content: dict[str, Any]) -> None:
+        """Rows of a file that this run has not got."""
         versions = {name: content[name] for name in VERSIONS if name in content}
         for row in content["rows"]:
             row = {**row, **{name: row.get(name, versions.get(name, "unknown")) for name in VERSIONS}}
-            if found.is_current(row):
+            if self.is_current(row):
                 row = {name: value for name, value in row.items() if name not in VERSIONS}
-            found.rows[key_of(row)] = row
-        return found
+            self.rows.setdefault(key_of(row), row)
+
+    def _take_in_others(self) -> None:
+        """What another run has written meanwhile: two GPUs of one model share a file."""
+        try:
+            text = self.path.read_text(encoding="utf-8")
+            tables.parse(text)
+        except (OSError, ValueError):  # none yet, or not a table any more: ours replaces it
+            return
+        self._take_in(json.loads(text))
 
     def is_current(self, row: dict[str, Any]) -> bool:
         """Whether a row was measured with this run's versions."""
@@ -137,14 +154,32 @@ class TableFile:
         machine = self.machine
         head = {"gpu": machine.gpu, "torch": machine.torch, "triton": machine.triton}
         try:
-            if self.anew:
-                os.replace(self.path, self.path.with_name(f"{self.path.name}.bak"))
-                self.anew = False
-            write_table(self.path, {**head, "date": today(), "method": self.method}, self.rows.values())
+            with _alone(self.path):
+                if self.anew:
+                    os.replace(self.path, self.path.with_name(f"{self.path.name}.bak"))
+                    self.anew = False
+                self._take_in_others()
+                write_table(self.path, {**head, "date": today(), "method": self.method}, self.rows.values())
         except OSError as error:
             raise TuneError(
                 f"cannot write {self.path}: {error.strerror or error}; rows measured before are kept there"
             ) from None
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """While no other run writes the file; where the system has no such locks, without them."""
+    try:
+        import fcntl
+    except ImportError:
+        yield
+        return
+    folder = os.open(path.parent, os.O_RDONLY)  # which is there, and stays when the file is replaced
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
 
 
 def _check_writable(path: Path) -> None:

@@ -18,7 +18,8 @@ from .. import plan as plans
 from .. import settings
 from ..activations import resolve_activation
 from ..launchers.act import act_backward
-from ..launchers.glu import dual_dgrad, glu_backward, glu_forward
+from ..launchers.glu import dual_dgrad, glu_forward
+from ..launchers.glu_backward import glu_backward
 from ..launchers.glu_grads import glu_grads
 from ..launchers.linear import linear_act
 from ..launchers.small import down

@@ -43,6 +43,13 @@ def test_accuracy_of_each_family(case, device, family):
         check_op(case, device)
 
 
+@pytest.mark.parametrize("gate_room, up_room", [(0, 8), (16, 0), (8, 24), (0, 3)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gate_and_up_of_different_row_strides(device, family, gate_room, up_room):
+    with settings.override(family=family):
+        FaultSuite().test_gate_and_up_of_different_row_strides(device, torch.bfloat16, gate_room, up_room)
+
+
 @pytest.mark.usefixtures("lone_layers_fused")
 class TestFaults(FaultSuite):
     pass

@@ -53,6 +53,7 @@ class Recorded:
     tiles: dict[int, launch.Tile] = field(compare=False)
     pairs: set[int] = field(compare=False)
     arguments: int = field(compare=False)
+    grid: int = field(compare=False)
 
     @property
     def name(self) -> str:
@@ -129,7 +130,7 @@ def record(sink: list[Recorded]) -> Any:
             raise AssertionError(f"{kernel.fn.__name__} takes {kernel.arg_names}, got {len(signature)} values")
         options = tuple(sorted(self.options.items()))
         pairs = {i for i, value in enumerate(args) if isinstance(value, tuple)}
-        seen_as = dict(self.tiles), pairs, len(args)
+        seen_as = dict(self.tiles), pairs, len(args), self.grid
         entry = Recorded(kernel, tuple(signature), tuple(constants), tuple(divisible), options, *seen_as)
         if entry not in sink:
             sink.append(entry)

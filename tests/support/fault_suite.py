@@ -122,6 +122,33 @@ class FaultSuite:
 
         three_ways(op, leaves, loss, dtype, roundings=d)
 
+    @pytest.mark.parametrize("gate_room, up_room", [(0, 8), (16, 0), (8, 24), (0, 3)])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+    def test_gate_and_up_of_different_row_strides(self, device, dtype, gate_room, up_room):
+        """Views of wider tensors, whose other columns are NaN."""
+
+        def weight(rows, columns, room):
+            wide = torch.full((rows, columns + room), torch.nan)
+            wide[:, :columns] = torch.randn(rows, columns) / columns**0.5
+            return wide.to(device, dtype)[:, :columns].detach().requires_grad_()
+
+        M, D, H = 72, 64, 136
+        x = torch.randn(M, D).to(device, dtype).requires_grad_()
+        gate, up, down = weight(H, D, gate_room), weight(H, D, up_room), weight(D, H, 0)
+        leaves = (x, gate, up, down)
+        gy = torch.randn(M, D).to(device, dtype)
+        y = fused.glu_mlp(*leaves, activation="silu")
+        found = (y, *torch.autograd.grad(y, leaves, gy))
+        exact_leaves = [t.detach().double().requires_grad_() for t in leaves]
+        exact = torch.nn.functional.linear(
+            torch.nn.functional.silu(exact_leaves[0] @ exact_leaves[1].t()) * (exact_leaves[0] @ exact_leaves[2].t()),
+            exact_leaves[3],
+        )
+        expected = (exact, *torch.autograd.grad(exact, exact_leaves, gy.double()))
+        limit = 1e-2 if dtype == torch.bfloat16 else 2e-3  # TF32, where the setting allows it
+        for ours, right in zip(found, expected, strict=True):
+            assert float((ours.double() - right).norm() / right.norm()) < limit
+
     @ops
     @dtypes
     def test_poisoned_neighbours_at_ragged_sizes(self, device, op, dtype):

@@ -119,6 +119,16 @@ def test_products_are_grouped_where_that_is_forced_or_switched_on():
         assert families() == ["pair"] * 3
 
 
+@pytest.mark.parametrize("version, expected", [("3.5.1", "tma"), ("3.6.0", "gluon"), ("3.10.0", "tma")])
+def test_gluon_serves_under_the_tritons_it_was_checked_with(version, expected):
+    device._has_gluon.cache_clear()
+    try:
+        with on(H200), mock.patch("triton.__version__", version), settings.override(family="gluon"):
+            assert calculate_settings("glu", 8192, 3072, 768, torch.bfloat16, "cuda").family == expected
+    finally:
+        device._has_gluon.cache_clear()
+
+
 def test_a_gluon_row_does_not_serve_what_its_kernel_lacks():
     row = {"op": "glu_backward", "dtype": "bfloat16", "precision": "", "N": 3072, "K": 768, "M": 64}
     text = json.dumps({"rows": [{**row, "settings": {"family": "gluon"}}]})

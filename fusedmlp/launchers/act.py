@@ -11,11 +11,9 @@ from ..kernels.pointwise import act_grad as act_grad_kernel
 from ..launch import Launch, barrier_counters
 from ..plan import Plan
 from ..settings import Settings
+from . import gluon
 from .common import (
     ceil_div,
-    gluon_chunk,
-    gluon_options,
-    gluon_stages,
     launch_options,
     persistent_grid,
     pointwise_options,
@@ -77,22 +75,16 @@ def _act_backward_gluon_launch(
     bias_grad: bool,
     out_bias_grad: bool,
 ) -> Launch:
-    from ..kernels.gluon.hidden_backward import hidden_backward_gluon
-
-    rows, columns = gluon_chunk(settings, bias_grad)
+    rows, columns = gluon.chunk(settings, bias_grad)
     chunk = rows_tile(dpre, rows, columns)
     tiles_of = {
         0: rows_tile(gy, settings.block_m, settings.block_k),
         1: rows_tile(weight, settings.block_k, settings.block_n),
         **dict.fromkeys((2, 4, 6), chunk),
     }
-    slots = 256 // columns  # chunks that a warpgroup keeps loaded ahead
     flags = (act.name, act.saves == "output", store_a, bias_grad, out_bias_grad, plan.fast_math)
-    biases = bias_grad or out_bias_grad
-    options = gluon_options(settings, cooperative=biases)
-    grid = resident_grid(plan, tiles) if biases else persistent_grid(plan, tiles, settings)
-    constants = (gluon_stages(settings), slots, settings.group, *flags)
-    return Launch(hidden_backward_gluon, grid, constants, tiles_of, **options)
+    cooperative = bias_grad or out_bias_grad
+    return gluon.backward_launch(plan, settings, tiles, 256 // columns, tiles_of, flags, cooperative)
 
 
 def act_backward(
@@ -123,9 +115,7 @@ def act_backward(
     gy_parts = 0
     if biases:
         gy_parts = sum_parts(plan, K)
-        part_rows = ceil_div(M, settings.block_m) if bias_grad else 0
-        if settings.family == "gluon":
-            part_rows *= settings.block_m // gluon_chunk(settings, True)[0]
+        part_rows = gluon.partial_rows(settings, M) if bias_grad else 0
         pre_sum, gy_sum = scratch(plan.device, (part_rows, N), (gy_parts if out_bias_grad else 0, K))
         counters = barrier_counters(plan.device)
     if bias_grad:

@@ -118,31 +118,6 @@ def scratch(device: torch.device, *shapes: tuple[int, int]) -> list[Tensor]:
     return [part.view(shape) for part, shape in zip(flat.split(sizes), shapes, strict=True)]
 
 
-def store_buffers(plan: Plan, settings: Settings, weights: int, columns: int, consumers: int) -> int:
-    """Buffers that each consumer of a warp-specialised forward stores through: what the operands leave room for."""
-    operands = settings.stages * (settings.block_m + weights * settings.block_n) * settings.block_k
-    room = (info(plan.device).shared - 1024) // plan.dtype.itemsize - operands  # barriers need less than a kilobyte
-    return max(1, min(2, room // (consumers * settings.block_m * columns)))
-
-
-def gluon_chunk(settings: Settings, biases: bool) -> tuple[int, int]:
-    """Rows and columns that a warp-specialised backward's epilogue takes at once: 64 at most, so that two are loaded
-    ahead (a slot is given back when the next is there); the sums for bias gradients leave registers for half."""
-    return min(settings.block_m, 64), min(settings.block_n // settings.parts, 32 if biases else 64)
-
-
-def gluon_stages(settings: Settings) -> int:
-    """Two at least: a stage is given back when the next has been waited for."""
-    return max(2, settings.stages)
-
-
-def gluon_options(settings: Settings, cooperative: bool = False) -> dict[str, Any]:
-    options: dict[str, Any] = {"num_warps": settings.warps}
-    if cooperative:
-        options["launch_cooperative_grid"] = True
-    return options
-
-
 def launch_options(settings: Settings, cooperative: bool = False) -> dict[str, Any]:
     options: dict[str, Any] = {"num_warps": settings.warps, "num_stages": settings.stages}
     if cooperative:

@@ -11,11 +11,10 @@ from ..kernels.pointwise import glu_act_forward
 from ..launch import Launch
 from ..plan import Plan
 from ..settings import Settings
+from . import gluon
 from .common import (
     as_rows,
     ceil_div,
-    gluon_options,
-    gluon_stages,
     half_tiles,
     launch_options,
     pair_order,
@@ -25,7 +24,6 @@ from .common import (
     row_stride,
     rows_tile,
     stacked_halves,
-    store_buffers,
 )
 from .small import glu_small_launch
 
@@ -78,10 +76,7 @@ def _glu_gluon_launch(
     h: Tensor | None,
     save: bool,
 ) -> Launch:
-    from ..kernels.gluon.hidden_forward import hidden_forward_gluon
-
     M, H = x.shape[0], gate_weight.shape[0]
-    pingpong = settings.warps == 4
     columns = settings.block_n // settings.parts
     gate_tile, up_tile = half_tiles(M, H, settings.block_m, columns)
     tiles_of = {
@@ -93,11 +88,8 @@ def _glu_gluon_launch(
     }
     if save:
         tiles_of |= {6: gate_tile, 7: up_tile}
-    buffers = store_buffers(plan, settings, 2, columns, 2 if pingpong else 1)
-    flags = (plan.activation.name, save, h is not None, plan.fast_math, pingpong)
-    constants = (gluon_stages(settings), buffers, settings.group, *flags)
-    grid = persistent_grid(plan, tiles, settings)
-    return Launch(hidden_forward_gluon, grid, constants, tiles_of, **gluon_options(settings))
+    flags = (plan.activation.name, save, h is not None, plan.fast_math)
+    return gluon.forward_launch(plan, settings, tiles, 2, tiles_of, flags)
 
 
 def glu_forward(
@@ -113,11 +105,11 @@ def glu_forward(
     """``(h [M, H] or None, gate_up [M, 2H] or None)``; x of any rank with last dimension D."""
     settings = plan.settings["forward"]
     H, D = gate_weight.shape
-    tma, gluon = settings.family == "tma", settings.family == "gluon"
+    tma, warp_specialised = settings.family == "tma", settings.family == "gluon"
     up_first = pair_order(plan, gate_weight, up_weight) if tma else None
     if tma and up_first is None:
         settings, tma = plan.settings["forward.apart"], False
-    x = as_rows(x, D, tma or gluon)
+    x = as_rows(x, D, tma or warp_specialised)
     M = x.shape[0]
     if settings.family == "pair":
         return _glu_pair(plan, x, gate_weight, up_weight, gate_bias, up_bias, save, store_h)
@@ -134,7 +126,7 @@ def glu_forward(
         weights = (gate_weight, up_weight)
         h_like = gate_up if h is None else h
         launch(plan.device_index, x, weights, gate_bias, up_bias, h_like, gate_up, gate_up, M, H, D)
-    elif gluon:
+    elif warp_specialised:
         h_like = gate_up if h is None else h
         launch(plan.device_index, x, gate_weight, up_weight, gate_bias, up_bias, h_like, gate_up, gate_up, M, H, D)
     else:

@@ -10,11 +10,9 @@ from ..kernels.pointwise import glu_act_backward
 from ..launch import Launch, barrier_counters
 from ..plan import Plan
 from ..settings import Settings
+from . import gluon
 from .common import (
     ceil_div,
-    gluon_chunk,
-    gluon_options,
-    gluon_stages,
     half_tiles,
     launch_options,
     persistent_grid,
@@ -73,10 +71,8 @@ def _glu_backward_gluon_launch(
     bias_grad: bool,
     down_bias_grad: bool,
 ) -> Launch:
-    from ..kernels.gluon.hidden_backward import hidden_backward_gluon
-
     M, H = gy.shape[0], down_weight.shape[1]
-    rows, columns = gluon_chunk(settings, bias_grad)
+    rows, columns = gluon.chunk(settings, bias_grad)
     gate_tile, up_tile = half_tiles(M, H, rows, columns)
     tiles_of = {
         0: rows_tile(gy, settings.block_m, settings.block_k),
@@ -88,13 +84,9 @@ def _glu_backward_gluon_launch(
         # The kernel takes the chunk from h's descriptor, also where it stores none.
         6: gate_tile if h is None else rows_tile(h, rows, columns),
     }
-    slots = 128 // columns  # chunks that a warpgroup keeps loaded ahead
     flags = (plan.activation.name, False, h is not None, bias_grad, down_bias_grad, plan.fast_math)
-    biases = bias_grad or down_bias_grad
-    options = gluon_options(settings, cooperative=biases)
-    grid = resident_grid(plan, tiles) if biases else persistent_grid(plan, tiles, settings)
-    constants = (gluon_stages(settings), slots, settings.group, *flags)
-    return Launch(hidden_backward_gluon, grid, constants, tiles_of, **options)
+    cooperative = bias_grad or down_bias_grad
+    return gluon.backward_launch(plan, settings, tiles, 128 // columns, tiles_of, flags, cooperative)
 
 
 def glu_backward(
@@ -122,9 +114,7 @@ def glu_backward(
     gy_parts = 0
     if biases:
         gy_parts = sum_parts(plan, D_out)
-        part_rows = ceil_div(M, settings.block_m) if bias_grad else 0
-        if settings.family == "gluon":
-            part_rows *= settings.block_m // gluon_chunk(settings, True)[0]
+        part_rows = gluon.partial_rows(settings, M) if bias_grad else 0
         gate_sum, up_sum, gy_sum = scratch(
             plan.device, (part_rows, H), (part_rows, H), (gy_parts if down_bias_grad else 0, D_out)
         )

@@ -7,8 +7,8 @@ from torch import Tensor
 from ..launch import Launch
 from ..plan import Plan
 from ..settings import Settings
-from ..settings.device import info
-from .common import as_rows, ceil_div, gluon_stages, half_tiles, persistent_grid, prepared, rows_tile
+from . import gluon
+from .common import as_rows, ceil_div, half_tiles, persistent_grid, prepared, rows_tile
 
 
 def _launch(
@@ -45,10 +45,9 @@ def _launch(
         assert h is not None
         tiles_of |= {7: rows_tile(gy, k, m), 8: rows_tile(h, k, n), 12: rows_tile(ddown_weight, m, columns)}
         tiles += ceil_div(D_out, m) * ceil_div(H, n)
-    room = (info(plan.device).shared - 1024) // gy.element_size() - settings.stages * (m + n) * k
-    buffers = max(1, min(2, room // (2 * m * columns)))  # of each warpgroup; barriers need less than a kilobyte
+    buffers = gluon.store_buffers(plan, settings, n, columns, 2)
     needs = (dx is not None, dgate_up_weight is not None, ddown_weight is not None)
-    constants = (gluon_stages(settings), buffers, settings.group, columns, *needs)
+    constants = (gluon.stages(settings), buffers, settings.group, columns, *needs)
     grid = persistent_grid(plan, tiles, settings)
     return Launch(glu_grads_gluon, grid, constants, tiles_of, num_warps=settings.warps)
 

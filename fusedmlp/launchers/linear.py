@@ -15,18 +15,16 @@ from ..kernels.relu_stack import relu_stack
 from ..launch import Launch, barrier_counters
 from ..plan import Plan
 from ..settings import Settings
+from . import gluon
 from .common import (
     as_rows,
     ceil_div,
-    gluon_options,
-    gluon_stages,
     launch_options,
     persistent_grid,
     prepared,
     resident_grid,
     row_stride,
     rows_tile,
-    store_buffers,
 )
 
 
@@ -64,11 +62,7 @@ def _linear_act_launch(
 def _linear_act_gluon_launch(
     plan: Plan, settings: Settings, tiles: int, act: Activation, x: Tensor, weight: Tensor, y: Tensor, save_pre: bool
 ) -> Launch:
-    from ..kernels.gluon.hidden_forward import hidden_forward_gluon
-
-    pingpong = settings.warps == 4
-    columns = settings.block_n // settings.parts
-    out = rows_tile(y, settings.block_m, columns)
+    out = rows_tile(y, settings.block_m, settings.block_n // settings.parts)
     tiles_of = {
         0: rows_tile(x, settings.block_m, settings.block_k),
         1: rows_tile(weight, settings.block_n, settings.block_k),
@@ -76,10 +70,8 @@ def _linear_act_gluon_launch(
     }
     if save_pre:
         tiles_of[6] = out
-    buffers = store_buffers(plan, settings, 1, columns, 2 if pingpong else 1)
-    constants = (gluon_stages(settings), buffers, settings.group, act.name, save_pre, True, plan.fast_math, pingpong)
-    grid = persistent_grid(plan, tiles, settings)
-    return Launch(hidden_forward_gluon, grid, constants, tiles_of, **gluon_options(settings))
+    flags = (act.name, save_pre, True, plan.fast_math)
+    return gluon.forward_launch(plan, settings, tiles, 1, tiles_of, flags)
 
 
 def linear_act(
@@ -88,8 +80,8 @@ def linear_act(
     """``(act(x W^T + b), x W^T + b or None)``; x of any rank with last dimension K, results [M, N]."""
     settings = plan.settings[name]
     N, K = weight.shape
-    tma, gluon = settings.family == "tma", settings.family == "gluon"
-    x = as_rows(x, K, tma or gluon)
+    tma, warp_specialised = settings.family == "tma", settings.family == "gluon"
+    x = as_rows(x, K, tma or warp_specialised)
     M = x.shape[0]
     if settings.family == "pair":
         return _pair(plan, x, weight, bias, act)
@@ -102,7 +94,7 @@ def linear_act(
         launch = plan.launches[key] = _linear_act_launch(plan, settings, act, x, weight, bias, y, save_pre)
     if tma:
         launch(plan.device_index, x, weight, bias, y, pre, M, N, K)
-    elif gluon:
+    elif warp_specialised:
         launch(plan.device_index, x, weight, None, bias, None, y, pre, None, M, N, K)
     else:
         launch(plan.device_index, x, weight, bias, y, pre, M, N, K, row_stride(x), row_stride(weight))

@@ -118,7 +118,9 @@ def test_act_backward(shape, name, store_a):
             assert db.isnan().all() and db_out.isnan().all()
 
 
-@pytest.mark.parametrize("rows, columns, stages, slots", [(8, 8, 2, 2), (16, 8, 4, 3), (8, 4, 3, 4), (16, 16, 2, 1)])
+@pytest.mark.parametrize(
+    "rows, columns, stages, slots", [(8, 8, 2, 2), (16, 8, 4, 3), (8, 4, 3, 4), (16, 16, 2, 1), (16, 16, 2, 3)]
+)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_glu_backward(shape, rows, columns, stages, slots):
     M, H, K, programs = shape
@@ -195,12 +197,15 @@ FAULTS = [
     (BACKWARD, "        pass_turn(turns, WHO)\n", ""),
     (BACKWARD, "        acc = finish(acc, empty, step + steps, STAGES)\n", ""),
     (BACKWARD, "        step += 2 * steps\n", "        step += steps\n"),
-    (
-        BACKWARD,
-        "        tma.store_wait(0)\n        release(empty, i + SLOTS - 1",
-        "        release(empty, i + SLOTS - 1",
-    ),
-    (BACKWARD, "        tma.store_wait(0)\n        release(chunk_empty", "        release(chunk_empty"),
+    (BACKWARD, "    tma.store_wait((LAG - 1) * STORES)\n", ""),
+    (BACKWARD, "(LAG - 1) * STORES", "LAG * STORES"),
+    (BACKWARD, "pred=i >= first + LAG", "pred=True"),
+    (BACKWARD, "h_bufs.index(i % LAG)", "h_bufs.index(0)"),
+    (BACKWARD, "i + SLOTS - LAG, SLOTS, pred", "i + SLOTS - 1, SLOTS, pred"),
+    (BACKWARD, "pred=i - LAG + k >= first", "pred=True"),
+    (BACKWARD, "            p1 = p2\n            p2 = p3\n", "            p1 = p2\n"),
+    (BACKWARD, "// ACROSS * ROWS", "* ROWS"),
+    (BACKWARD, "        tma.store_wait(0)\n        for k", "        for k"),
     (BACKWARD, "    fence_async_shared()\n    async_store(dgate", "    async_store(dgate"),
     (BACKWARD, "    wait_full(full, i, SLOTS)\n", ""),
     (BACKWARD, "            wait_empty(empty, i, SLOTS)\n", ""),
@@ -227,7 +232,8 @@ def test_faults_are_noticed(module, right, wrong, monkeypatch):
             if module == FORWARD:
                 test_glu(shape, True, 2, 1, 8, False)
             else:
-                test_glu_backward(shape, 8, 8, 2, 2)
+                for chunk in ((8, 8, 2, 2), (8, 4, 2, 4), (16, 16, 2, 3)):
+                    test_glu_backward(shape, *chunk)
 
     with pytest.raises((AssertionError, TimeoutError)):
         all_shapes()

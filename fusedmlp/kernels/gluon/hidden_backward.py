@@ -34,6 +34,12 @@ from .common import (
 
 
 @gluon.jit
+def bands_of(row, M, BLOCK_M: gl.constexpr, ROWS: gl.constexpr):
+    """Bands of ROWS rows in the tile from ``row`` on, without those wholly below M."""
+    return gl.minimum(gl.cdiv(M - row, ROWS), BLOCK_M // ROWS)
+
+
+@gluon.jit
 def _load_chunks(
     gate_desc,
     up_desc,
@@ -52,14 +58,13 @@ def _load_chunks(
     ROWS: gl.constexpr = gate_desc.block_type.shape[0]
     COLUMNS: gl.constexpr = gate_desc.block_type.shape[1]
     ACROSS: gl.constexpr = BLOCK_N // COLUMNS
-    CHUNKS: gl.constexpr = (BLOCK_M // ROWS) * ACROSS
     tiles_m = gl.cdiv(M, BLOCK_M)
     tiles_n = gl.cdiv(H, BLOCK_N)
     programs = gl.num_programs(0)
     i = 0
     for tile in range(gl.program_id(0) + WHO * programs, tiles_m * tiles_n, 2 * programs):
         pid_m, pid_n = tile_of(tile, tiles_m, tiles_n, GROUP)
-        for c in range(CHUNKS):
+        for c in range(bands_of(pid_m * BLOCK_M, M, BLOCK_M, ROWS) * ACROSS):
             row = pid_m * BLOCK_M + (c // ACROSS) * ROWS
             column = pid_n * BLOCK_N + (c % ACROSS) * COLUMNS
             wait_empty(empty, i, SLOTS)
@@ -81,7 +86,7 @@ def _chunk(
     dup_desc,
     h_desc,
     bufs,
-    h_buf,
+    h_bufs,
     full,
     empty,
     gate_sum_ptr,
@@ -89,6 +94,7 @@ def _chunk(
     M,
     H,
     i,
+    first,
     row,
     column,
     SLOTS: gl.constexpr,
@@ -97,9 +103,11 @@ def _chunk(
     STORE_H: gl.constexpr,
     BIAS_GRAD: gl.constexpr,
     FAST_MATH: gl.constexpr,
-    FIRST: gl.constexpr,
 ):
-    """The epilogue of one chunk, the warpgroup's ``i``-th. FIRST of a tile: no slot of it waits to be given back."""
+    """The epilogue of one chunk, the warpgroup's ``i``-th; ``first``: the number of its tile's first one, before which
+    no slot waits to be given back."""
+    LAG: gl.constexpr = h_bufs.shape[0]
+    STORES: gl.constexpr = (1 if dup_desc is None else 2) + (1 if STORE_H else 0)
     ROWS: gl.constexpr = h_desc.block_type.shape[0]
     DTYPE: gl.constexpr = h_desc.dtype
     wait_full(full, i, SLOTS)
@@ -122,9 +130,10 @@ def _chunk(
     dgate = dgate.to(DTYPE)  # before the next sums, for the sake of registers
     if BIAS_GRAD and dup_desc is not None:
         store_band_sums(dup, up_sum_ptr, row, column, M, H)
-    if not FIRST:  # the stores of the chunk before have read its slot and the buffer of h
-        tma.store_wait(0)
-        release(empty, i + SLOTS - 1, SLOTS)
+    # The stores of the chunk LAG before have read its slot and its buffer of h.
+    tma.store_wait((LAG - 1) * STORES)
+    release(empty, i + SLOTS - LAG, SLOTS, pred=i >= first + LAG)
+    h_buf = h_bufs.index(i % LAG)
     slot.slice(0, ROWS).store(dgate)
     if dup_desc is not None:
         slot.slice(ROWS, ROWS).store(dup.to(DTYPE))
@@ -145,7 +154,7 @@ def _band(
     dup_desc,
     h_desc,
     bufs,
-    h_buf,
+    h_bufs,
     full,
     empty,
     gate_sum_ptr,
@@ -153,6 +162,7 @@ def _band(
     M,
     H,
     i,
+    first,
     row,
     column,
     WIDTH: gl.constexpr,
@@ -162,24 +172,33 @@ def _band(
     STORE_H: gl.constexpr,
     BIAS_GRAD: gl.constexpr,
     FAST_MATH: gl.constexpr,
-    FIRST: gl.constexpr,
 ):
     """All chunks of dh [chunk rows, WIDTH], left to right; returns the number of the next chunk."""
     ROWS: gl.constexpr = h_desc.block_type.shape[0]
     # fmt: off
     if WIDTH == h_desc.block_type.shape[1]:
-        _chunk(dh, dgate_desc, dup_desc, h_desc, bufs, h_buf, full, empty, gate_sum_ptr, up_sum_ptr, M, H,
-               i, row, column, SLOTS, ACT, SAVES_OUTPUT, STORE_H, BIAS_GRAD, FAST_MATH, FIRST)
+        _chunk(dh, dgate_desc, dup_desc, h_desc, bufs, h_bufs, full, empty, gate_sum_ptr, up_sum_ptr, M, H,
+               i, first, row, column, SLOTS, ACT, SAVES_OUTPUT, STORE_H, BIAS_GRAD, FAST_MATH)
         i += 1
     else:
         HALF: gl.constexpr = WIDTH // 2
         left, right = column_halves(dh, ROWS, HALF)
-        i = _band(left, dgate_desc, dup_desc, h_desc, bufs, h_buf, full, empty, gate_sum_ptr, up_sum_ptr,
-                  M, H, i, row, column, HALF, SLOTS, ACT, SAVES_OUTPUT, STORE_H, BIAS_GRAD, FAST_MATH, FIRST)
-        i = _band(right, dgate_desc, dup_desc, h_desc, bufs, h_buf, full, empty, gate_sum_ptr, up_sum_ptr,
-                  M, H, i, row, column + HALF, HALF, SLOTS, ACT, SAVES_OUTPUT, STORE_H, BIAS_GRAD, FAST_MATH, False)
+        i = _band(left, dgate_desc, dup_desc, h_desc, bufs, h_bufs, full, empty, gate_sum_ptr, up_sum_ptr, M, H,
+                  i, first, row, column, HALF, SLOTS, ACT, SAVES_OUTPUT, STORE_H, BIAS_GRAD, FAST_MATH)
+        i = _band(right, dgate_desc, dup_desc, h_desc, bufs, h_bufs, full, empty, gate_sum_ptr, up_sum_ptr, M, H,
+                  i, first, row, column + HALF, HALF, SLOTS, ACT, SAVES_OUTPUT, STORE_H, BIAS_GRAD, FAST_MATH)
     # fmt: on
     return i
+
+
+@gluon.jit
+def piece_halves(x, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """Left and right COLUMNS of x; x twice where that is all of them."""
+    if COLUMNS == x.shape[1]:
+        left, right = x, x
+    else:
+        left, right = column_halves(x, ROWS, COLUMNS)
+    return left, right
 
 
 @gluon.jit
@@ -193,7 +212,7 @@ def _consume(
     empty,
     turns,
     bufs,
-    h_buf,
+    h_bufs,
     chunk_full,
     chunk_empty,
     gate_sum_ptr,
@@ -216,6 +235,9 @@ def _consume(
     BLOCK_K: gl.constexpr = a_bufs.shape[2]
     BLOCK_N: gl.constexpr = b_bufs.shape[2]
     ROWS: gl.constexpr = h_desc.block_type.shape[0]
+    LAG: gl.constexpr = h_bufs.shape[0]
+    PIECE: gl.constexpr = max(BLOCK_N // 2, h_desc.block_type.shape[1])  # columns that the code of an epilogue covers
+    ACROSS: gl.constexpr = BLOCK_N // PIECE
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, BLOCK_N, 16]
     )
@@ -235,22 +257,32 @@ def _consume(
         acc = multiply(acc, a_bufs, b_bufs, full, empty, step, steps, STAGES, False)
         pass_turn(turns, WHO)
         acc = finish(acc, empty, step + steps, STAGES)
-        # fmt: off
+        first = i
+        # A loop, though it moves registers: a whole epilogue in a row, twice, is more code than the instruction cache
+        # holds, and the warpgroups would wait for instructions a fifth of the time.
+        pieces = ACROSS * bands_of(row, M, BLOCK_M, ROWS)
         if ROWS == BLOCK_M:
-            i = _band(acc, dgate_desc, dup_desc, h_desc, bufs, h_buf, chunk_full, chunk_empty, gate_sum_ptr, up_sum_ptr,
-                      M, H, i, row, column, BLOCK_N, SLOTS, ACT, SAVES_OUTPUT, STORE_H, BIAS_GRAD, FAST_MATH, True)
+            p0, p1 = piece_halves(acc, BLOCK_M, PIECE)
+            p2, p3 = p1, p1
         else:
             gl.static_assert(2 * ROWS == BLOCK_M)
             upper, lower = row_halves(acc, ROWS, BLOCK_N)
-            i = _band(upper, dgate_desc, dup_desc, h_desc, bufs, h_buf, chunk_full, chunk_empty, gate_sum_ptr,
-                      up_sum_ptr, M, H, i, row, column, BLOCK_N, SLOTS, ACT, SAVES_OUTPUT, STORE_H, BIAS_GRAD,
-                      FAST_MATH, True)
-            i = _band(lower, dgate_desc, dup_desc, h_desc, bufs, h_buf, chunk_full, chunk_empty, gate_sum_ptr,
-                      up_sum_ptr, M, H, i, row + ROWS, column, BLOCK_N, SLOTS, ACT, SAVES_OUTPUT, STORE_H, BIAS_GRAD,
-                      FAST_MATH, False)
-        # fmt: on
+            p0, p1 = piece_halves(upper, ROWS, PIECE)
+            p2, p3 = piece_halves(lower, ROWS, PIECE)
+            if ACROSS == 1:
+                p1 = p2
+        for piece in range(pieces):
+            # fmt: off
+            i = _band(p0, dgate_desc, dup_desc, h_desc, bufs, h_bufs, chunk_full, chunk_empty, gate_sum_ptr, up_sum_ptr,
+                      M, H, i, first, row + piece // ACROSS * ROWS, column + piece % ACROSS * PIECE, PIECE, SLOTS, ACT,
+                      SAVES_OUTPUT, STORE_H, BIAS_GRAD, FAST_MATH)
+            # fmt: on
+            p0 = p1
+            p1 = p2
+            p2 = p3
         tma.store_wait(0)
-        release(chunk_empty, i + SLOTS - 1, SLOTS)
+        for k in gl.static_range(LAG):
+            release(chunk_empty, i + SLOTS - LAG + k, SLOTS, pred=i - LAG + k >= first)
         step += 2 * steps
         own_tile += 1
 
@@ -303,8 +335,9 @@ def hidden_backward_gluon(
     CHUNKS: gl.constexpr = 1 if up_desc is None else 2
     bufs0 = gl.allocate_shared_memory(gate_desc.dtype, [SLOTS, CHUNKS * ROWS, COLUMNS], gate_desc.layout)
     bufs1 = gl.allocate_shared_memory(gate_desc.dtype, [SLOTS, CHUNKS * ROWS, COLUMNS], gate_desc.layout)
-    h0 = gl.allocate_shared_memory(h_desc.dtype, h_desc.block_type.shape, h_desc.layout)
-    h1 = gl.allocate_shared_memory(h_desc.dtype, h_desc.block_type.shape, h_desc.layout)
+    LAG: gl.constexpr = 2 if SLOTS > 2 else 1  # chunks whose stores may be under way
+    h0 = gl.allocate_shared_memory(h_desc.dtype, [LAG] + h_desc.block_type.shape, h_desc.layout)
+    h1 = gl.allocate_shared_memory(h_desc.dtype, [LAG] + h_desc.block_type.shape, h_desc.layout)
     full0 = new_barriers(SLOTS, 1)
     full1 = new_barriers(SLOTS, 1)
     empty0 = new_barriers(SLOTS, 1)
@@ -328,7 +361,7 @@ def hidden_backward_gluon(
             partial_column_sums(gy_ptr, gy_sum_ptr, M, K, gy_parts, 32, 64)
         barrier(counter_ptr)
         if BIAS_GRAD:
-            bands = gl.cdiv(M, BLOCK_M) * (BLOCK_M // ROWS)
+            bands = gl.cdiv(M, ROWS)
             finish_column_sums(gate_sum_ptr, dbg_ptr, bands, H, 32, 64)
             if up_desc is not None:
                 finish_column_sums(up_sum_ptr, dbu_ptr, bands, H, 32, 64)

@@ -161,6 +161,28 @@ def test_glu_backward_with_biases(shape, bias_grad, down_bias_grad):
     assert not counters.any()  # as they were found, for the next launch
 
 
+@pytest.mark.parametrize("name", sorted(ACTIVATIONS))
+def test_formulas_for_16_bits(name):
+    """What kernels compute with results of 16 bits, by exact instructions: the value and the derivative. Where the
+    distribution is 0 for PyTorch, which subtracts from 1, ours is smaller than 1e-7 as well."""
+    kernel = gluon_sim.load(BACKWARD).hidden_backward_gluon
+    act = ACTIVATIONS[name]
+    M, N, K = 16, 64, 16
+    gy, weight = torch.eye(16), torch.ones(K, N)
+    pre = torch.cat([torch.linspace(-12, 12, M * N - 8), torch.tensor([0.0, -0.0, 1e-30, -1e-30, 40, -40, 90, -90])])
+    pre = pre.view(M, N).requires_grad_()
+    exact = act.fn(pre.double())
+    exact.backward(torch.ones(M, N, dtype=torch.float64))
+    saved = (exact.detach().float() if act.saves == "output" else pre.detach()).clone()
+    dpre, made = poisoned(M, N), poisoned(M, N)
+    descriptors = [Descriptor(gy, (BLOCK, BLOCK)), Descriptor(weight, (BLOCK, BLOCK)), Descriptor(saved, (16, 16))]
+    descriptors += [None, Descriptor(dpre, (16, 16)), None, Descriptor(made, (16, 16))]
+    flags = (2, 2, 2, name, act.saves == "output", True, False, False, True)
+    launch(kernel, 1, 4, *descriptors, *(None,) * 8, M, N, K, 0, *flags)
+    torch.testing.assert_close(made.double(), exact.detach(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(dpre, pre.grad, rtol=1e-6, atol=1e-6)
+
+
 class Backward:
     """Operands of the gated backward, its outputs poisoned, and the exact gradients."""
 

@@ -7,6 +7,7 @@
 A step is a forward and a backward with a random upstream gradient; x requires a gradient, gradients start as None.
 All variants of a shape take turns on the same input sets, which are larger than the L2 cache. A peer that is not
 installed, or has no such operation, is named as left out. A variant that raises is named, and the others go on.
+Kernel times and graph replays are those of sustained load: see bench/common.py and fusedmlp/tune/timing.py.
 
 Some first calls tune for minutes (quack, compile_max). Another process makes them, for --peer-seconds a shape, and
 leaves what it found in the peers' own caches: see rehearsal.py. quack takes its default settings instead where that

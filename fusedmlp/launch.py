@@ -355,11 +355,11 @@ def barrier_counters(device: torch.device, count: int = COUNTERS) -> Tensor:
         made = _zeros_outside_pools(device, count)
         with _lock:
             found = _counters.setdefault(key, made)  # another thread's, if it was first
-        _supply_graphs(device)
+        supply_graphs(device)
     return found
 
 
-def _supply_graphs(device: torch.device) -> None:
+def supply_graphs(device: torch.device) -> None:
     """See to it that captures find zeros: made within one, each replay would fill them by a launch."""
     left = _for_graphs.get(device.index)
     if left is not None and left.numel() >= GRAPH_COUNTERS // 4:

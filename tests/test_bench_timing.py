@@ -126,6 +126,7 @@ def test_profiled_calls() -> None:
 
 def test_replays_of_graphs_are_timed_under_load_and_in_turn(card: Card) -> None:
     graphs = {n: card.graph(card.call(n, us), 3) for n, us in (("a", 500.0), ("b", 300.0))}
+    assert timing.settle_graphs(graphs) == pytest.approx(900.0)
     found = timing.replays_us(graphs, 3, rounds=4)
     assert found == {"a": pytest.approx([500 * SUSTAINED] * 8), "b": pytest.approx([300 * SUSTAINED] * 8)}
     order = [n for n, i in card.calls[-4 * 2 * 9 :] if i == 0]

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 
 Call = Callable[[int], Any]  # one call or step on input set number i
+Name = TypeVar("Name")  # of a variant
 
 SETTLE_US = 50_000.0  # of device work, after which the clock is that of sustained load
 SETTLE_GRAPHS_US = 30_000.0  # of all variants' graphs; the rounds that follow go on without a pause
@@ -22,7 +23,7 @@ LOOK_ONCE_US = 2_000.0  # what takes longer is looked at once
 SETTLE_CALLS = 1000  # at most: calls that short leave the device idle in between, and no clock falls
 
 
-def turns(names: Sequence[str], rounds: int) -> Iterator[list[str]]:
+def turns(names: Sequence[Name], rounds: int) -> Iterator[list[Name]]:
     """The variants in an order that rotates from round to round, so that none always follows the same
     other."""
     for i in range(rounds):
@@ -80,12 +81,14 @@ def settle(call: Call, sets: int, us: float) -> None:
 def graph_us(variants: dict[str, Call], sets: int, rounds: int = 15) -> dict[str, list[float]]:
     """Time of one call out of a CUDA graph that holds one call on each input set, in microseconds.
 
-    Under load: see :func:`replays_us`.
+    Under load: the clock settles first, and all replays follow each other without a pause.
     """
-    return replays_us(captured(variants, sets), sets, rounds)
+    graphs = captured(variants, sets)
+    settle_graphs(graphs)
+    return replays_us(graphs, sets, rounds)
 
 
-def captured(variants: dict[str, Call], calls: int) -> dict[str, torch.cuda.CUDAGraph]:
+def captured(variants: Mapping[Name, Call], calls: int) -> dict[Name, torch.cuda.CUDAGraph]:
     """A graph of ``calls`` calls of each, which have all run before.
 
     Results are thrown away, and the graphs share their memory: together they hold no more than the largest of them.
@@ -126,18 +129,25 @@ def _capture(call: Call, calls: int, pool: Any) -> torch.cuda.CUDAGraph:
     return graph
 
 
+def settle_graphs(graphs: Mapping[Name, torch.cuda.CUDAGraph]) -> float:
+    """Replays all in turn for :data:`SETTLE_GRAPHS_US`, and does not wait; returns what the shortest takes, in
+    microseconds."""
+    once = [events_us(graph.replay, 1)[0] for graph in graphs.values()]
+    for _ in range(math.ceil(SETTLE_GRAPHS_US / sum(once))):
+        for graph in graphs.values():
+            graph.replay()
+    return min(once)
+
+
 def replays_us(
-    graphs: dict[str, torch.cuda.CUDAGraph], calls: int, rounds: int, timed: int = 2, lead: int = 1
-) -> dict[str, list[float]]:
+    graphs: Mapping[Name, torch.cuda.CUDAGraph], calls: int, rounds: int, timed: int = 2, lead: int = 1
+) -> dict[Name, list[float]]:
     """Time of one of the ``calls`` in each graph, in microseconds: rounds * timed values each.
 
     The graphs take turns of ``lead`` replays and ``timed`` timed ones, in an order that rotates. The device is never
-    left to idle: all is queued before anything is read, and untimed rounds come first until the clock has settled.
+    left to idle, since all is queued before anything is read. :func:`settle_graphs` comes before it.
     """
-    for _ in range(_settling_rounds(graphs)):
-        for graph in graphs.values():
-            graph.replay()
-    pairs: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in graphs}
+    pairs: dict[Name, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in graphs}
     for order in turns(list(graphs), rounds):
         for name in order:
             for _ in range(lead):
@@ -145,11 +155,6 @@ def replays_us(
             pairs[name] += [_between_events(graphs[name].replay) for _ in range(timed)]
     torch.cuda.synchronize()
     return {name: [b.elapsed_time(e) * 1e3 / calls for b, e in of_name] for name, of_name in pairs.items()}
-
-
-def _settling_rounds(graphs: dict[str, torch.cuda.CUDAGraph]) -> int:
-    once = sum(events_us(graph.replay, 1)[0] for graph in graphs.values())
-    return math.ceil(SETTLE_GRAPHS_US / once) if once > 0 else 0
 
 
 def relative_error(value: torch.Tensor, reference: torch.Tensor) -> float:

@@ -19,6 +19,7 @@ import subprocess
 import time
 from collections.abc import Sequence
 from datetime import datetime, timezone
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,12 @@ def commit() -> str:
     return head + ("-dirty" if changed else "") if head else "unknown"
 
 
+@cache
+def driver() -> str:
+    lines = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()
+    return lines[0].strip() if lines else "unknown"
+
+
 def version(package: str) -> str | None:
     try:
         return metadata.version(package)
@@ -142,7 +149,6 @@ def need_gpu() -> str:
 
 def result(bench: str, rows: list[dict[str, Any]], ceilings: dict[str, float], gpu: str) -> dict[str, Any]:
     """The whole content of a result file, with today's versions."""
-    driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()
     packages = {"python": platform.python_version(), "cuda": torch.version.cuda or "none"}
     packages |= {p: v for p in PACKAGES if (v := version(p)) is not None}
     return {
@@ -150,7 +156,7 @@ def result(bench: str, rows: list[dict[str, Any]], ceilings: dict[str, float], g
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "commit": commit(),
         "gpu": gpu,
-        "driver": driver[0].strip() if driver else "unknown",
+        "driver": driver(),
         "torch": torch.__version__,
         "triton": version("triton") or "none",
         "packages": packages,

@@ -168,6 +168,10 @@ class Launch:
             call = self._flatten(tuple(key), args)
         self._launcher(self.grid, 1, 1, stream, *call)
 
+    def compile(self, device_index: int | None, *args: Any) -> None:
+        """Compile, and launch nothing: what a call with these arguments needs is then in Triton's cache on disk."""
+        self.kernel.warmup(*self._public(args), *self.constants, grid=(self.grid,), **self.options)
+
     def _flatten(self, call_key: tuple[int, ...], args: tuple[Any, ...]) -> tuple[Any, ...]:
         """The C function's arguments after the stream: addresses for tensors, encoded maps for tiles."""
         flat = list(args)

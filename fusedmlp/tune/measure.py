@@ -246,7 +246,7 @@ def measure(op: str, M: int, D: int, H: int, dtype: str) -> Measured:
         problem = Problem.make(M, D, H, DTYPES[dtype][0])
         expected = run_torch(op, problem)
         plans_of: list[tuple[Settings, Plan]] = []
-        for candidate in candidates_for(op, problem):
+        for candidate in candidates_for(op, M, D, H, problem.x.dtype):
             try:
                 plans_of.append((candidate, _right(op, problem, candidate, expected, WORST[dtype])))
             except Exception as reason:  # a candidate that does not fit this GPU is a result, not an end
@@ -260,11 +260,10 @@ def measure(op: str, M: int, D: int, H: int, dtype: str) -> Measured:
     return found
 
 
-def candidates_for(op: str, p: Problem) -> tuple[Settings, ...]:
-    """What may serve one kernel with these operands on their device."""
-    (M, D), H, size = p.x.shape, p.gate.shape[0], p.x.element_size()
+def candidates_for(op: str, M: int, D: int, H: int, dtype: torch.dtype) -> tuple[Settings, ...]:
+    """What may serve one kernel of a layer D -> H with M tokens on the current device."""
     gpu = info(torch.device("cuda", torch.cuda.current_device()))
-    tma = gpu.has_tma and tma_dtype(p.x.dtype) and D * size % 16 == 0 and H * size % 16 == 0
+    tma = gpu.has_tma and tma_dtype(dtype) and D * dtype.itemsize % 16 == 0 and H * dtype.itemsize % 16 == 0
     return candidates(op, M, tma, tma and gpu.has_wgmma)
 
 

@@ -140,6 +140,10 @@ def version(package: str) -> str | None:
         return None
 
 
+def now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
 def need_gpu() -> str:
     """Name of the current CUDA device; raises BenchError where there is none."""
     if not torch.cuda.is_available():
@@ -153,7 +157,7 @@ def result(bench: str, rows: list[dict[str, Any]], ceilings: dict[str, float], g
     packages |= {p: v for p in PACKAGES if (v := version(p)) is not None}
     return {
         "bench": bench,
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "date": now(),
         "commit": commit(),
         "gpu": gpu,
         "driver": driver(),

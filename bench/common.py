@@ -41,6 +41,7 @@ ROW_KEYS = (
     *("median", "low", "high", "n"),
 )
 TIMES = ("kernel_us", "graph_us", "wall_us")
+GRAPHS_UP_TO = 2048  # tokens for which the grid takes graph replays, where launch gaps count; kernel time above
 FILE_KEYS = ("bench", "date", "commit", "gpu", "driver", "torch", "triton", "packages", "ceilings", "rows")
 PACKAGES = (
     "fusedmlp",
@@ -99,6 +100,11 @@ def row(
         "high": max(values),
         "n": len(values),
     }
+
+
+def grid_metric(tokens: int) -> str:
+    """What the grid measures at so many tokens."""
+    return "graph_us" if tokens <= GRAPHS_UP_TO else "kernel_us"
 
 
 def gpu_slug(name: str) -> str:

@@ -46,7 +46,6 @@ WIDTHS = (
 )
 TOKENS = tuple(2**k for k in range(15))
 FIRST = (1, 16, 128, 1024, 4096, 16384)
-GRAPHS_UP_TO = 2048  # tokens
 PASSES = ("forward", "step")
 DEFAULT = ("eager", "compile", "liger", "fused")
 COMPILED = ("compile", "compile_dynamic", "compile_max")
@@ -81,10 +80,6 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def metric_of(tokens: int) -> str:
-    return "graph_us" if tokens <= GRAPHS_UP_TO else "kernel_us"
-
-
 def visits(args: argparse.Namespace) -> Iterator[tuple[str, Width, list[int]]]:
     """(operation, width, its tokens): the first tokens over all widths, then the others; graphs before the profiler,
     which stays attached to the process once used."""
@@ -92,7 +87,7 @@ def visits(args: argparse.Namespace) -> Iterator[tuple[str, Width, list[int]]]:
     first, rest = [t for t in wanted if t in FIRST], [t for t in wanted if t not in FIRST]
     for tokens in (first, rest):
         for metric in ("graph_us", "kernel_us"):
-            some = [t for t in tokens if metric_of(t) == metric]
+            some = [t for t in tokens if common.grid_metric(t) == metric]
             for width in args.widths if some else ():
                 for op in args.op:
                     yield op, width, some
@@ -134,7 +129,7 @@ class Grid(Rows):
         wanted = set(self.offered(op))
         found = {}
         for t in tokens:
-            cells = {p: (op, p, t, *width, self.args.dtype, metric_of(t)) for p in PASSES}
+            cells = {p: (op, p, t, *width, self.args.dtype, common.grid_metric(t)) for p in PASSES}
             lacking = [p for p, cell in cells.items() if not wanted <= have.get(cell, set())]
             if lacking:
                 found[t] = lacking
@@ -188,7 +183,7 @@ class Grid(Rows):
                 self.write()
 
     def shape(self, case: Case, passes: Sequence[str], names: Sequence[str]) -> None:
-        metric = metric_of(case.shape[0])
+        metric = common.grid_metric(case.shape[0])
         for pass_ in passes:
             working, us = [], 1.0
             for name in names:

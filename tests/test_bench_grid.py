@@ -38,7 +38,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
     for metric in ("graph_us", "kernel_us"):
         monkeypatch.setattr(common, metric, timer(metric))
-    monkeypatch.setattr(grid, "GRAPHS_UP_TO", 2)
+    monkeypatch.setattr(common, "GRAPHS_UP_TO", 2)
     return log
 
 

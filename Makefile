@@ -8,18 +8,20 @@ ENV_SOURCES := pyproject.toml setup.py $(wildcard csrc/*) tools/make_env.py tool
 GPU_LOG ?= bench/results/gpu-test.log
 DEMO_ARGS ?=
 BENCH_ARGS ?=
+SANITIZE_ARGS ?= --tools memcheck racecheck synccheck
 SHELL := /bin/bash
 .SHELLFLAGS := -o pipefail -c
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test gpu-test lint format bench clean
+.PHONY: help demo test gpu-test lint format bench sanitize clean
 
 help:
 	@echo "make demo      embed sentences with a pretrained model, before and after fusedmlp.patch()"
 	@echo "make test      lint, types and all tests (2 workers; TEST_WORKERS=n for another number)"
 	@echo "make gpu-test  the GPU tests and the suite on this machine's GPU, none skipped; log in GPU_LOG=$(GPU_LOG)"
 	@echo "make bench     bench/first.py on this machine's GPU (BENCH_ARGS=...)"
+	@echo "make sanitize  every kernel under compute-sanitizer on this machine's GPU (SANITIZE_ARGS=...)"
 	@echo "make lint      ruff and mypy alone"
 	@echo "make format    let ruff fix and format the code"
 	@echo "make clean     remove environments, caches and build results"
@@ -52,6 +54,9 @@ gpu-test: $(TEST_ENV)
 
 bench: $(TEST_ENV)
 	$(TEST_PYTHON) bench/first.py $(BENCH_ARGS)
+
+sanitize: $(TEST_ENV)
+	$(TEST_PYTHON) bench/sanitize.py $(SANITIZE_ARGS)
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache

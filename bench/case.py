@@ -15,6 +15,12 @@ from bench.variants import OPS, VARIANTS, Built, eager_module
 DTYPE = torch.bfloat16
 
 
+def bytes_of(op: str, shape: tuple[int, int, int]) -> int:
+    """Bytes of a 16-bit input set: x, the upstream gradient and the weights."""
+    tokens, hidden, intermediate = shape
+    return 2 * (2 * tokens * hidden + OPS[op].matrices * hidden * intermediate)
+
+
 class Case:
     """Inputs, upstream gradients and eager modules of every set; variants are added by name.
 
@@ -23,16 +29,20 @@ class Case:
     """
 
     def __init__(
-        self, op: str, shape: tuple[int, int, int], device: str = "cuda", sets: int | None = None, seed: int = 0
+        self,
+        op: str,
+        shape: tuple[int, int, int],
+        device: str = "cuda",
+        sets: int | None = None,
+        seed: int = 0,
+        dtype: torch.dtype = DTYPE,
     ) -> None:
         tokens, hidden, intermediate = shape
         torch.manual_seed(seed)
-        numbers = 2 * tokens * hidden + OPS[op].matrices * hidden * intermediate
-        self.op, self.shape = op, shape
-        self.sets = sets or common.input_sets(2 * numbers)
-        # A fresh start for each shape: else the compiler goes over to one kernel for all token counts.
+        self.op, self.shape, self.dtype = op, shape, dtype
+        self.sets = sets or common.input_sets(bytes_of(op, shape))
         torch._dynamo.reset()
-        options: dict[str, Any] = {"device": device, "dtype": DTYPE}
+        options: dict[str, Any] = {"device": device, "dtype": dtype}
         self.eager = [eager_module(op, hidden, intermediate, **options) for _ in range(self.sets)]
         self.x = [torch.randn(tokens, hidden, requires_grad=True, **options) for _ in range(self.sets)]
         self.dy = [torch.randn(tokens, hidden, **options) for _ in range(self.sets)]
@@ -40,12 +50,32 @@ class Case:
         self.inputs: dict[str, list[tuple[Tensor, Tensor]]] = {}
 
     def add(self, name: str) -> None:
-        variant = VARIANTS[name]
-        self.built[name] = [variant.build(self.op, m) for m in self.eager]
+        self.built[name] = [VARIANTS[name].build(self.op, m) for m in self.eager]
+        self.inputs[name] = self._inputs_of(name)
+
+    def _inputs_of(self, name: str) -> list[tuple[Tensor, Tensor]]:
         pairs = zip(self.x, self.dy, strict=True)
-        if variant.batched:  # leaves of their own, so that the step has no view to differentiate
-            pairs = [(x.detach()[None].requires_grad_(), dy[None]) for x, dy in pairs]
-        self.inputs[name] = list(pairs)
+        if VARIANTS[name].batched:  # leaves of their own, so that the step has no view to differentiate
+            return [(x.detach()[None].requires_grad_(), dy[None]) for x, dy in pairs]
+        return list(pairs)
+
+    def at(self, tokens: int, sets: int | None = None) -> Case:
+        """This case with its first ``tokens`` tokens: the same modules, as many sets as that needs (or ``sets``).
+
+        Raises:
+            BenchError: it has fewer tokens or sets.
+        """
+        shape = (tokens, *self.shape[1:])
+        sets = sets or min(self.sets, common.input_sets(bytes_of(self.op, shape)))
+        if tokens > self.shape[0] or sets > self.sets:
+            raise common.BenchError(f"a case of {self.shape[0]} tokens, {self.sets} sets has no {tokens}, {sets}")
+        part = copy.copy(self)
+        part.shape, part.sets, part.eager = shape, sets, self.eager[:sets]
+        part.x = [x.detach()[:tokens].requires_grad_() for x in self.x[:sets]]
+        part.dy = [dy[:tokens] for dy in self.dy[:sets]]
+        part.built = {name: built[:sets] for name, built in self.built.items()}
+        part.inputs = {name: part._inputs_of(name) for name in self.built}
+        return part
 
     def forward(self, name: str) -> common.Call:
         built, inputs = self.built[name], self.inputs[name]

@@ -19,6 +19,7 @@ import subprocess
 import time
 from collections.abc import Sequence
 from datetime import datetime, timezone
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,9 @@ from typing import Any
 import torch
 
 from fusedmlp.profiling import capture_events, count_launches
-from fusedmlp.tune.timing import Call, events_us, turns
+from fusedmlp.tune.timing import Call, events_us, look_us, settle, turns
 from fusedmlp.tune.timing import graph_us as graph_us
+from fusedmlp.tune.timing import input_sets as input_sets
 from fusedmlp.tune.timing import relative_error as relative_error
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -39,6 +41,7 @@ ROW_KEYS = (
     *("median", "low", "high", "n"),
 )
 TIMES = ("kernel_us", "graph_us", "wall_us")
+GRAPHS_UP_TO = 2048  # tokens for which the grid takes graph replays, where launch gaps count; kernel time above
 FILE_KEYS = ("bench", "date", "commit", "gpu", "driver", "torch", "triton", "packages", "ceilings", "rows")
 PACKAGES = (
     "fusedmlp",
@@ -99,6 +102,11 @@ def row(
     }
 
 
+def grid_metric(tokens: int) -> str:
+    """What the grid measures at so many tokens."""
+    return "graph_us" if tokens <= GRAPHS_UP_TO else "kernel_us"
+
+
 def gpu_slug(name: str) -> str:
     """Folder name for a GPU: the model in lower case, without the maker. "NVIDIA H200" -> "h200"."""
     words = re.sub(r"\b(nvidia|amd|geforce|instinct|radeon)\b", " ", name, flags=re.IGNORECASE)
@@ -125,11 +133,21 @@ def commit() -> str:
     return head + ("-dirty" if changed else "") if head else "unknown"
 
 
+@cache
+def driver() -> str:
+    lines = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()
+    return lines[0].strip() if lines else "unknown"
+
+
 def version(package: str) -> str | None:
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
+
+
+def now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
 def need_gpu() -> str:
@@ -141,15 +159,14 @@ def need_gpu() -> str:
 
 def result(bench: str, rows: list[dict[str, Any]], ceilings: dict[str, float], gpu: str) -> dict[str, Any]:
     """The whole content of a result file, with today's versions."""
-    driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()
     packages = {"python": platform.python_version(), "cuda": torch.version.cuda or "none"}
     packages |= {p: v for p in PACKAGES if (v := version(p)) is not None}
     return {
         "bench": bench,
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "date": now(),
         "commit": commit(),
         "gpu": gpu,
-        "driver": driver[0].strip() if driver else "unknown",
+        "driver": driver(),
         "torch": torch.__version__,
         "triton": version("triton") or "none",
         "packages": packages,
@@ -198,32 +215,48 @@ def load(path: str | Path) -> dict[str, Any]:
 # ----------------------------------------------------------------------------------------------- timing
 
 
-def input_sets(bytes_per_set: int, least: int = 2, most: int = 24) -> int:
-    """How many input sets (inputs and weights) to rotate so that each is out of the L2 cache when its turn
-    comes."""
-    l2 = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
-    return min(most, max(least, math.ceil(2.5 * l2 / bytes_per_set)))
+# What a turn of kernel_us profiles: calls that fill LEAD_US again after the profiler's start, during which the device
+# idles, then those that count, PROFILED_US of them within these bounds. Of calls above LONG_US two will do.
+LEAD_US, LEAD_CALLS = 25_000.0, 64
+PROFILED_US, PROFILED_CALLS = 8_000.0, (4, 24)
+LONG_US, LONG_CALLS = 20_000.0, 2
 
 
 def kernel_us(variants: dict[str, Call], sets: int, rounds: int = 3) -> dict[str, list[float]]:
-    """Summed device time of the kernels of each call, from the profiler, in microseconds."""
+    """Summed device time of the kernels of a call under sustained load, from the profiler, in microseconds.
+
+    Gaps between kernels do not count; the clock that the card holds under load does. Each turn of a variant first runs
+    it unprofiled for 50 ms of device work (timing.SETTLE_US), then again under the profiler for 25 ms that are thrown
+    away, and only then counts 4 to 24 calls (2 of those above 20 ms). About 0.1 s a turn; turns rotate.
+    """
     times: dict[str, list[float]] = {name: [] for name in variants}
+    about = {name: max(1.0, look_us(call)) for name, call in variants.items()}
     for order in turns(list(variants), rounds):
         for name in order:
-            times[name] += _kernel_times(variants[name], sets)
+            settle(variants[name], sets, about[name])
+            times[name] += _kernel_times(variants[name], sets, about[name])
     return times
 
 
-def _kernel_times(call: Call, sets: int) -> list[float]:
-    def all_sets() -> None:
-        for i in range(sets):
-            call(i)
+def profiled_calls(us: float) -> tuple[int, int]:
+    """Calls of about ``us`` that a turn profiles: those thrown away, and those that count."""
+    lead = max(1, min(LEAD_CALLS, math.ceil(LEAD_US / us)))
+    least, most = PROFILED_CALLS
+    return lead, LONG_CALLS if us > LONG_US else max(least, min(most, math.ceil(PROFILED_US / us)))
 
-    kernels = [e.duration_us for e in capture_events(all_sets) if e.kind == "kernel"]
-    if len(kernels) % sets:
-        raise BenchError(f"{len(kernels)} kernels in {sets} calls: the calls are not alike")
-    size = len(kernels) // sets
-    return [sum(kernels[i : i + size]) for i in range(0, len(kernels), size)]
+
+def _kernel_times(call: Call, sets: int, us: float) -> list[float]:
+    lead, counted = profiled_calls(us)
+
+    def all_calls() -> None:
+        for i in range(lead + counted):
+            call(i % sets)
+
+    kernels = [e.duration_us for e in capture_events(all_calls) if e.kind == "kernel"]
+    if len(kernels) % (lead + counted):
+        raise BenchError(f"{len(kernels)} kernels in {lead + counted} calls: the calls are not alike")
+    size = len(kernels) // (lead + counted)
+    return [sum(kernels[i : i + size]) for i in range(lead * size, len(kernels), size)]
 
 
 def wall_us(variants: dict[str, Call], sets: int, rounds: int = 40, calls: int = 10) -> dict[str, list[float]]:

@@ -7,6 +7,7 @@
 A step is a forward and a backward with a random upstream gradient; x requires a gradient, gradients start as None.
 All variants of a shape take turns on the same input sets, which are larger than the L2 cache. A peer that is not
 installed, or has no such operation, is named as left out. A variant that raises is named, and the others go on.
+Kernel times and graph replays are those of sustained load: see bench/common.py and fusedmlp/tune/timing.py.
 
 Some first calls tune for minutes (quack, compile_max). Another process makes them, for --peer-seconds a shape, and
 leaves what it found in the peers' own caches: see rehearsal.py. quack takes its default settings instead where that
@@ -24,7 +25,6 @@ import argparse
 import gc
 import sys
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench import common
 from bench.case import Case
 from bench.rehearsal import Rehearsal, Verdict
+from bench.rows import Rows
 from bench.variants import DEFAULT, OPS, VARIANTS, missing, not_offered
 
 Shape = tuple[int, int, int]
@@ -55,7 +56,6 @@ PASSES = ("forward", "step")
 # Everything by the clock, then what needs the profiler; and the part of the time after which no more of it is begun.
 PHASES = ((("wall_us", "graph_us", "peak_bytes", "saved_bytes", "rel_error"), 0.65), (("kernels", "kernel_us"), 1.0))
 METRICS = tuple(m for metrics, _ in PHASES for m in metrics)
-WALL_CALLS = 10
 
 
 def parse_shape(text: str) -> Shape:
@@ -93,27 +93,8 @@ def jobs(args: argparse.Namespace) -> list[tuple[str, Shape]]:
     return [(op, s) for op in args.op for s in (args.shapes or SHAPES[op][: 1 if args.quick else None])]
 
 
-def measure(case: Case, pass_: str, metric: str, names: Sequence[str], effort: int, us: float) -> dict[str, Any]:
-    """variant -> values. effort: 0 to see whether it works, 1 for a look, 2 for results. us: about a call's time."""
-    calls = {v: getattr(case, pass_)(v) for v in names}
-    if metric == "wall_us":
-        rounds = (1, 6, max(8, min(40, int(1.5e6 / (WALL_CALLS * us)))))[effort]
-        return common.wall_us(calls, case.sets, rounds, WALL_CALLS)
-    if metric == "graph_us":
-        return common.graph_us(calls, case.sets, (1, 6, 15)[effort])
-    if metric == "kernel_us":
-        return common.kernel_us(calls, case.sets, (1, 2, 3)[effort])
-    if metric == "peak_bytes":
-        return {v: common.peak_bytes(c) for v, c in calls.items()}
-    if metric == "saved_bytes":
-        return {v: common.saved_bytes(case.keep(v)) for v in names}
-    if metric == "kernels":
-        return {v: common.kernels(c) for v, c in calls.items()}
-    return {v: [case.errors(v)[pass_]] for v in names}
-
-
-class Run:
-    """The rows of a run, and all that has none: what raised, what was left out, what did not fit."""
+class Run(Rows):
+    """A run over all shapes."""
 
     def __init__(
         self,
@@ -123,10 +104,8 @@ class Run:
         device: str = "cuda",
         sets: int | None = None,
     ) -> None:
+        super().__init__(1 if args.quick else 2)
         self.args, self.rehearsal, self.save, self.device, self.sets = args, rehearsal, save, device, sets
-        self.rows: list[dict[str, Any]] = []
-        self.raised: dict[str, str] = {}  # where -> what
-        self.marks: set[tuple[Any, ...]] = set()  # the cells of the table that raised
         self.left_out: dict[str, str] = {}
         self.unmeasured: list[str] = []
         self.begin = time.perf_counter()
@@ -213,53 +192,6 @@ class Run:
             if tried is not None and tried not in names:
                 names.append(tried)
         return names
-
-    def metric(self, case: Case, pass_: str, metric: str, names: Sequence[str], us: float) -> None:
-        """Measures all variants in turn; where one raises, finds out which, and measures the others."""
-        effort = 1 if self.args.quick else 2
-        found: dict[str, Any] = {}
-        left = list(names)
-        for last in (False, True):
-            if not left:
-                break
-            try:
-                found = measure(case, pass_, metric, left, effort, us)
-                break
-            except Exception as error:
-                guilty = [] if last else self.alone(case, pass_, metric, left, us)
-                if not guilty:  # it takes all of them
-                    self.fault(case.op, case.shape, pass_, left, metric, error)
-                    break
-                left = [v for v in left if v not in guilty]
-        for name, values in found.items():
-            try:
-                options = {"bias": OPS[case.op].bias}
-                self.rows.append(common.row(case.op, pass_, case.shape, name, metric, values, **options))
-            except common.BenchError as error:
-                self.fault(case.op, case.shape, pass_, [name], metric, error)
-
-    def alone(self, case: Case, pass_: str, metric: str, names: Sequence[str], us: float) -> list[str]:
-        guilty = []
-        for name in names:
-            try:
-                measure(case, pass_, metric, [name], 0, us)
-            except Exception as error:
-                self.fault(case.op, case.shape, pass_, [name], metric, error)
-                guilty.append(name)
-        return guilty
-
-    def fault(self, op: str, shape: Shape, pass_: str, names: Sequence[str], what: str, error: Exception | str) -> None:
-        if isinstance(error, Exception):
-            traceback.print_exception(error, limit=-8, file=sys.stderr)
-            lines = str(error).strip().splitlines()
-            error = f"{type(error).__name__}: {lines[0] if lines else ''}"
-        place = " ".join([op, "x".join(map(str, shape)), pass_]).strip()
-        for name in names:
-            self.raised[f"{name}, {place}, {what}"] = error
-            self.marks.add((op, shape, pass_, what if what in METRICS else "", name))
-
-    def failed(self, op: str, shape: Shape, pass_: str, metric: str, name: str) -> bool:
-        return any((op, shape, p, m, name) in self.marks for p in (pass_, "") for m in (metric, ""))
 
     def table(self) -> str:
         """The run as aligned text, and under it what it does not hold, with the reasons."""

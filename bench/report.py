@@ -4,6 +4,13 @@ python bench/report.py bench/results/h200/first.json
 python bench/report.py --readme README.md --metrics kernel_us wall_us kernels    between the README's two markers
 python bench/report.py bench/results/h200/peers.json --ratios           ours over eager and compile, with their means
 python bench/report.py bench/results/h200/peers.json --plots plots      PNG files: speed-ups, shares of the ceiling
+python bench/report.py bench/results/h200/grid.json --grid              mean speed-ups, worst cells, all that is lost
+python bench/report.py --heuristic                                      heuristic against table, from the sweeps
+
+Several files make one text with a heading each; of a grid it is what --grid prints. With --readme, --plots FOLDER draws
+the grids as SVG files there and shows them in the text:
+
+python bench/report.py bench/results/h200/{peers,grid}.json --readme README.md --plots bench/results/h200/plots
 """
 
 from __future__ import annotations
@@ -17,7 +24,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench import common, plots
+from bench import common, heuristic, plots, summary
 
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 UNITS = {"kernel_us": "kernel time, us", "graph_us": "CUDA graph replay, us", "wall_us": "wall clock, us"}
@@ -130,29 +137,78 @@ def put(text: str, readme: Path) -> None:
     readme.write_text(f"{before}{begin}\n\n{text}\n{end}{after}", encoding="utf-8")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+TITLES = {"grid": "Over the grid", "peers": "Against the peers", "first": "Against eager and torch.compile"}
+SHOWN = ("speedup",)  # of the plots of a grid, in a README
+
+
+def section(content: dict[str, Any], args: argparse.Namespace) -> str:
+    """One file as Markdown."""
+    if args.grid or content["bench"] == "grid":
+        return f"{_run(content)}\n\n{GRID_NOTE}\n\n{summary.markdown(content)}\n"
+    return (ratios if args.ratios else markdown)(content, args.metrics)
+
+
+GRID_NOTE = (
+    "Speed-ups are time of the other over time of fused, for a forward without gradients and a training step: calls "
+    f"within CUDA graphs up to {common.GRAPHS_UP_TO} tokens, kernel time above."
+)
+
+
+def pictures(content: dict[str, Any], folder: Path, readme: Path) -> str:
+    """Draws a grid as SVG files; returns the Markdown that shows them, with paths that GitHub finds."""
+    base = readme.resolve().parent
+    if not folder.resolve().is_relative_to(base):
+        raise common.BenchError(f"{readme} can show plots in its own folder {base} or below, not in {folder}")
+    paths = plots.draw(content, folder, suffix="svg")
+    shown = [path for path in paths if path.name.startswith(SHOWN)]
+    return "\n".join(f"![{path.stem}]({path.resolve().relative_to(base).as_posix()})" for path in shown) + "\n"
+
+
+def text_of(contents: Sequence[dict[str, Any]], args: argparse.Namespace) -> str:
+    parts = []
+    for content in contents:
+        title = f"### {TITLES.get(content['bench'], content['bench'])}\n\n" if len(contents) > 1 else ""
+        parts.append(title + section(content, args))
+        if args.plots and content["bench"] == "grid":
+            parts.append(pictures(content, Path(args.plots), Path(args.readme)))
+    return "\n".join(parts)
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     default = common.RESULTS / "h200" / "first.json"
-    parser.add_argument("file", nargs="?", default=str(default), help="result file (default: %(default)s)")
-    parser.add_argument("--metrics", nargs="+", choices=ORDER, help="only these tables")
-    parser.add_argument("--readme", metavar="FILE", help="write between the markers of this file instead of printing")
-    parser.add_argument("--ratios", action="store_true", help="fused over eager and compile, instead of all variants")
-    parser.add_argument("--plots", metavar="DIR", help="draw into this folder instead, by the first time of --metrics")
-    args = parser.parse_args(argv)
+    made.add_argument("files", nargs="*", default=[str(default)], help=f"result files (default: {default})")
+    made.add_argument("--metrics", nargs="+", choices=ORDER, help="only these tables")
+    made.add_argument("--readme", metavar="FILE", help="write between the markers of this file instead of printing")
+    made.add_argument("--ratios", action="store_true", help="fused over eager and compile, instead of all variants")
+    made.add_argument("--grid", action="store_true", help="the summary of a grid, also of another benchmark's times")
+    made.add_argument("--heuristic", action="store_true", help="heuristic against table, of sweeps (default: h200's)")
+    made.add_argument("--plots", metavar="DIR", help="draw into this folder instead, by the first time of --metrics")
+    made.add_argument("--format", choices=plots.FORMATS, default="png", help="of the plots (default: %(default)s)")
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(argv)
     try:
-        content = common.load(args.file)
-        if args.plots:
-            times = [m for m in args.metrics or () if m in common.TIMES]
-            for path in plots.draw(content, args.plots, times[0] if times else None):
-                print(path)
+        if args.heuristic:
+            given = [Path(f) for f in args.files if Path(f).name.startswith("sweep")]
+            print(heuristic.distances(given or sorted((common.RESULTS / "h200").glob("sweep*.json"))))
             return 0
-        text = (ratios if args.ratios else markdown)(content, args.metrics)
+        contents = [common.load(path) for path in args.files]
+        if args.plots and not args.readme:
+            times = [m for m in args.metrics or () if m in common.TIMES]
+            for content in contents:
+                for path in plots.draw(content, args.plots, times[0] if times else None, args.format):
+                    print(path)
+            return 0
+        text = text_of(contents, args)
         if args.readme:
             put(text, Path(args.readme))
         else:
             print(text, end="")
     except (OSError, ValueError, common.BenchError) as error:
-        print(f"bench/report.py: {args.file}: {error}", file=sys.stderr)
+        print(f"bench/report.py: {', '.join(args.files)}: {error}", file=sys.stderr)
         return 1
     return 0
 

@@ -88,11 +88,16 @@ def _eager(op: str, eager: nn.Module) -> Built:
 
 
 def _compile(op: str, eager: nn.Module) -> Built:
-    return _shared(torch.compile(eager), eager)
+    # Kernels for the very shape, also where other token counts came before.
+    return _shared(torch.compile(eager, dynamic=False), eager)
+
+
+def _compile_dynamic(op: str, eager: nn.Module) -> Built:
+    return _shared(torch.compile(eager, dynamic=True), eager)
 
 
 def _compile_max(op: str, eager: nn.Module) -> Built:
-    return _shared(torch.compile(eager, mode="max-autotune-no-cudagraphs"), eager)
+    return _shared(torch.compile(eager, mode="max-autotune-no-cudagraphs", dynamic=False), eager)
 
 
 def _fused(op: str, eager: nn.Module) -> Built:
@@ -175,6 +180,7 @@ QUACK = ("quack.mlp", "quack-kernels")
 VARIANTS = {
     "eager": Variant(_eager),
     "compile": Variant(_compile),
+    "compile_dynamic": Variant(_compile_dynamic),  # one set of kernels for all token counts but 1
     "compile_max": Variant(_compile_max, rehearse=True),
     "liger": Variant(_liger, GATED, ("liger_kernel.transformers.geglu", "liger-kernel"), True),
     "quack": Variant(_quack, needs=QUACK, rehearse=True, instead="quack_untuned"),
@@ -184,7 +190,7 @@ VARIANTS = {
     ),
     "fused": Variant(_fused),
 }
-DEFAULT = tuple(v for v in VARIANTS if v != "quack_untuned")
+DEFAULT = tuple(v for v in VARIANTS if v not in ("quack_untuned", "compile_dynamic"))
 
 
 def missing(name: str) -> str | None:

@@ -168,6 +168,10 @@ class Launch:
             call = self._flatten(tuple(key), args)
         self._launcher(self.grid, 1, 1, stream, *call)
 
+    def compile(self, device_index: int | None, *args: Any) -> None:
+        """Compile, and launch nothing: what a call with these arguments needs is then in Triton's cache on disk."""
+        self.kernel.warmup(*self._public(args), *self.constants, grid=(self.grid,), **self.options)
+
     def _flatten(self, call_key: tuple[int, ...], args: tuple[Any, ...]) -> tuple[Any, ...]:
         """The C function's arguments after the stream: addresses for tensors, encoded maps for tiles."""
         flat = list(args)
@@ -355,11 +359,11 @@ def barrier_counters(device: torch.device, count: int = COUNTERS) -> Tensor:
         made = _zeros_outside_pools(device, count)
         with _lock:
             found = _counters.setdefault(key, made)  # another thread's, if it was first
-        _supply_graphs(device)
+        supply_graphs(device)
     return found
 
 
-def _supply_graphs(device: torch.device) -> None:
+def supply_graphs(device: torch.device) -> None:
     """See to it that captures find zeros: made within one, each replay would fill them by a launch."""
     left = _for_graphs.get(device.index)
     if left is not None and left.numel() >= GRAPH_COUNTERS // 4:

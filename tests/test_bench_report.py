@@ -77,7 +77,7 @@ def test_plots_are_drawn_from_a_file_alone(
 
 
 def test_without_matplotlib_the_plots_say_so(content: dict[str, Any], tmp_path: Path, monkeypatch, capsys) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     path = common.write(content, tmp_path / "peers.json")
     assert report.main([str(path), "--plots", str(tmp_path / "plots")]) == 1
     assert "plots need matplotlib" in capsys.readouterr().err

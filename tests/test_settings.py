@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import statistics
+import sys
 from importlib.resources import files
 from pathlib import Path
 from unittest import mock
@@ -23,6 +23,9 @@ A100 = DeviceInfo("nvidia-a100", (8, 0), 108)
 TABLES = sorted(p.name for p in files("fusedmlp.settings").iterdir() if p.name.endswith(".json"))
 WIDTHS = ((384, 1536), (768, 3072), (1024, 4096), (2304, 9216), (4096, 14336), (511, 1001))
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from bench.heuristic import distances  # noqa: E402
 
 
 def on(info: DeviceInfo):
@@ -199,23 +202,11 @@ def test_shipped_tables_parse(name):
 
 def test_the_heuristic_stays_near_the_measured_best():
     """Of the candidates that the sweep timed on an H200, the heuristic's is within 8 % of the best at the median."""
-    measured: dict[tuple, dict[str, float]] = {}
-    paths = sorted((ROOT / "bench/results/h200").glob("sweep*.json"))
-    for row in [row for path in paths for row in json.loads(path.read_text())["rows"]]:
-        shape = (row["op"], row["tokens"], row["hidden"], row["intermediate"])
-        measured.setdefault(shape, {})[row["variant"]] = row["median"]
-    ratios, unswept = [], 0
-    for (op, M, D, H), times in measured.items():
-        N, K = (D, H) if op in ("dual_dgrad", "down") else (H, D)
-        family = heuristic.family(op, M, N, K, torch.bfloat16, True, op in GLUON_OPS, UNKNOWN)
-        chosen = str(heuristic.settings(op, M, N, K, torch.bfloat16, family, UNKNOWN))
-        if chosen in times:
-            ratios.append(times[chosen] / min(times.values()))
-        elif family not in {name.split()[0] for name in times}:
-            unswept += 1  # swept before there was this family
-    assert unswept < 0.15 * len(measured)
-    assert len(ratios) > 0.9 * (len(measured) - unswept)
-    assert statistics.median(ratios) < 1.08
+    found = distances(sorted((ROOT / "bench/results/h200").glob("sweep*.json")))
+    shapes = len(found.found) + len(found.unmeasured) + len(found.unswept)
+    assert len(found.unswept) < 0.15 * shapes
+    assert len(found.found) > 0.9 * (shapes - len(found.unswept))
+    assert found.median < 1.08
 
 
 def test_slugs():

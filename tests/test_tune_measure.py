@@ -13,16 +13,16 @@ from support.aot import DEVICES, pretended
 from torch import Tensor
 
 from fusedmlp.settings.types import Settings
-from fusedmlp.tune import measure
+from fusedmlp.tune import measure, timing
 from fusedmlp.tune.candidates import CANDIDATES, candidates, sizes
 from fusedmlp.tune.files import DeviceLost
 
 M, D, H = 8, 16, 32
+make = measure.Problem.make
 
 
 def problem(M: int, D: int, H: int, dtype: torch.dtype, device: str = "cpu") -> measure.Problem:
-    shapes = [(M, D), (H, D), (H, D), (D, H), (M, D), (M, H), (M, 2 * H), (M, 2 * H), (H,), (M, H)]
-    return measure.Problem(*(torch.randn(shape, device=device).to(dtype) for shape in shapes))
+    return make(M, D, H, dtype, device)
 
 
 @pytest.mark.parametrize("op", CANDIDATES)
@@ -69,6 +69,7 @@ class Bench:
         self.eager: str | None = None
         self.served: Settings | None = None
         self.lost = False
+        self.sets: set[int] = set()
 
     def plan_of(self, op: str, p: measure.Problem, asked: Settings) -> Any:
         return SimpleNamespace(
@@ -85,10 +86,17 @@ class Bench:
         if self.lost:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    def time_us(self, call: Any) -> list[float]:
-        for i in range(measure.CALLS):
-            call(i)
-        return [3.0, 1.0, 2.0]
+    def times_of(self, calls: Any, sets: int, failed: Any) -> Any:
+        self.sets.add(sets)
+        found = []
+        for candidate, call in calls:
+            try:
+                for i in range(2 * sets):
+                    call(i)
+                found.append((candidate, [3.0, 1.0, 2.0]))
+            except Exception as error:
+                failed(candidate, error)
+        return found
 
 
 @pytest.fixture
@@ -97,7 +105,8 @@ def bench() -> Iterator[Bench]:
     with (
         mock.patch.object(measure, "plan_of", found.plan_of),
         mock.patch.object(measure, "run_ours", found.run_ours),
-        mock.patch.object(measure, "time_us", found.time_us),
+        mock.patch.object(measure, "times_of", found.times_of),
+        mock.patch.object(timing, "l2_bytes", return_value=4096),
         mock.patch.object(measure, "info", return_value=DEVICES["nvidia-h200"]),
         mock.patch.object(measure.Problem, "make", staticmethod(problem)),
         mock.patch.object(torch.cuda, "current_device", return_value=0),
@@ -119,6 +128,47 @@ def test_wrong_and_failing_candidates_are_left_out(bench: Bench, dtype: str):
     assert reasons[served[1]].startswith("ArithmeticError: relative error 0")
     assert reasons[served[2]] == "ArithmeticError: relative error nan"
     assert reasons[served[3]] == "MemoryError: " + "x" * 100
+
+
+@pytest.mark.parametrize("op", CANDIDATES)
+def test_input_sets_are_copies_of_what_the_kernel_reads(op: str):
+    first = measure.Problem.make(3, 24, 40, torch.bfloat16, "cpu")
+    again = first.again(op)
+    assert measure.worst_error(measure.run_torch(op, again), measure.run_torch(op, first)) == 0.0
+    for name in measure.READS[op]:
+        ours, theirs = getattr(first, name), getattr(again, name)
+        assert torch.equal(ours, theirs) and ours.stride() == theirs.stride()
+        assert ours.data_ptr() != theirs.data_ptr() and theirs.data_ptr() % 16 == 0
+    poisoned = measure.replace(first, **{n: torch.full_like(getattr(first, n), float("nan")) for n in first.__dict__})
+    kept = {name: getattr(first, name) for name in measure.READS[op]}
+    assert (
+        measure.worst_error(measure.run_torch(op, measure.replace(poisoned, **kept)), measure.run_torch(op, first)) == 0
+    )
+    for p in (first, again):
+        assert p.up.data_ptr() > p.gate.data_ptr()
+    assert first.bytes_read(op) == sum(getattr(first, name).numel() * 2 for name in measure.READS[op])
+
+
+def test_sets_exceed_the_cache(bench: Bench):
+    measure.measure("glu", M, D, H, "bfloat16")
+    assert bench.sets == {5}  # 2.5 times 4096 bytes over (M D + 2 H D) of two bytes
+
+
+def test_what_fails_while_it_is_timed_is_left_out(bench: Bench):
+    served = candidates("glu", M, True, True)
+    runs: list[Settings] = []
+    real = bench.run_ours
+
+    def run_ours(op: str, plan: Any, p: measure.Problem) -> Tensor:
+        runs.append(plan.asked)
+        if plan.asked == served[2] and runs.count(served[2]) > 3:
+            raise RuntimeError("CUDA error: too many resources requested")
+        return real(op, plan, p)
+
+    with mock.patch.object(measure, "run_ours", run_ours):
+        found = measure.measure("glu", M, D, H, "bfloat16")
+    assert [candidate for candidate, _ in found.times] == [c for c in served if c != served[2]]
+    assert found.left_out == [(served[2], "RuntimeError: CUDA error: too many resources requested")]
 
 
 def test_what_another_kernel_would_serve_is_left_out(bench: Bench):

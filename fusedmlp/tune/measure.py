@@ -1,14 +1,15 @@
 """Measuring one kernel at one shape on this GPU: right first, then the time of each candidate.
 
-Times are of CUDA-graph replays over several input sets in turn.
+Times are of CUDA-graph replays over several input sets in turn, larger than the L2 cache: a model's weights are not in
+it when a layer's turn comes.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 
 import torch
@@ -28,13 +29,11 @@ from ..settings.device import info
 from ..settings.heuristic import tma_dtype
 from ..settings.types import Settings
 from .candidates import DTYPES, candidates
+from .compare import times_of
 from .files import DeviceLost
-from .timing import graph_us, relative_error
+from .timing import Call, input_sets, relative_error
 
-SETS = 3  # input sets in turn
-CALLS = 4 * SETS  # in a graph, so that its own start is a small part of the time
-ROUNDS = 4
-METHOD = f"medians of CUDA-graph replays, {CALLS} calls over {SETS} input sets in turn"
+METHOD = "medians of CUDA-graph replays under load, candidates in turn, input sets larger than the L2 cache"
 # Relative error against PyTorch in the same dtype; roundings differ, formulas must not.
 WORST = {"bfloat16": 1.5e-2, "float16": 4e-3, "float32": 1e-4, "tf32": 4e-3}
 # The name under which a plan keeps the settings of each kernel.
@@ -47,6 +46,24 @@ KERNEL = {
     "linear_act": "forward",
     "act_backward": "backward",
 }
+# What each kernel reads, of a Problem.
+READS = {
+    "glu": ("x", "gate", "up"),
+    "down": ("h", "down"),
+    "glu_backward": ("gy", "down", "gate_up"),
+    "glu_grads": ("gy", "h", "dgate_up", "x", "gate", "up"),
+    "dual_dgrad": ("dgate_up", "gate", "up"),
+    "linear_act": ("x", "gate", "bias"),
+    "act_backward": ("gy", "down", "pre"),
+}
+
+
+def adjacent(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """Copies, ``up`` behind ``gate`` in memory: the order of the two is a part of some compiled kernels."""
+    size, room = gate.numel(), -(-gate.numel() // 16) * 16  # both start at multiples of 16 bytes
+    flat = gate.new_empty(2 * room)
+    copies = flat[:size].view_as(gate), flat[room : room + size].view_as(up)
+    return copies[0].copy_(gate), copies[1].copy_(up)
 
 
 @dataclass
@@ -65,14 +82,15 @@ class Problem:
     pre: Tensor
 
     @classmethod
-    def make(cls, M: int, D: int, H: int, dtype: torch.dtype) -> Problem:
+    def make(cls, M: int, D: int, H: int, dtype: torch.dtype, device: str = "cuda") -> Problem:
         def normal(*shape: int, scale: float = 1.0) -> Tensor:
-            return (torch.randn(*shape, device="cuda") * scale).to(dtype)
+            return (torch.randn(*shape, device=device) * scale).to(dtype)
 
+        gate, up = adjacent(normal(H, D, scale=D**-0.5), normal(H, D, scale=D**-0.5))
         return cls(
             normal(M, D),
-            normal(H, D, scale=D**-0.5),
-            normal(H, D, scale=D**-0.5),
+            gate,
+            up,
             normal(D, H, scale=H**-0.5),
             normal(M, D),
             normal(M, H),
@@ -81,6 +99,16 @@ class Problem:
             normal(H),
             normal(M, H),
         )
+
+    def bytes_read(self, op: str) -> int:
+        return sum(getattr(self, name).nbytes for name in READS[op])
+
+    def again(self, op: str) -> Problem:
+        """The same values; what the kernel reads lies elsewhere in memory."""
+        copies = {name: getattr(self, name).clone() for name in READS[op] if name not in ("gate", "up")}
+        if "gate" in READS[op]:
+            copies["gate"], copies["up"] = adjacent(self.gate, self.up)
+        return replace(self, **copies)
 
 
 Result = Tensor | tuple[Tensor, ...]
@@ -153,7 +181,7 @@ def run_torch(op: str, p: Problem) -> Result:
 
 
 def run_in_turn(op: str, plan: Plan, problems: list[Problem], i: int) -> Result:
-    return run_ours(op, plan, problems[i % SETS])
+    return run_ours(op, plan, problems[i % len(problems)])
 
 
 def worst_error(found: Result, expected: Result) -> float:
@@ -170,7 +198,7 @@ class Measured:
     """Of one shape.
 
     Attributes:
-        times: each right candidate with all its times, in microseconds.
+        times: each right candidate with all its times, in microseconds; one time of a hopeless one.
         left_out: the others, each with the reason.
     """
 
@@ -196,45 +224,64 @@ def precision_of(dtype: str) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def time_us(call: Callable[[int], Result]) -> list[float]:
-    return graph_us({"ours": call}, CALLS, rounds=ROUNDS)["ours"]
-
-
 def measure(op: str, M: int, D: int, H: int, dtype: str) -> Measured:
     """Every candidate for one kernel of a layer D -> H with M tokens; dtype: a name of :data:`DTYPES`.
 
-    A candidate that is wrong, does not fit or does not compile is left out, with the reason.
+    A candidate that is wrong, does not fit or does not compile is left out, with the reason. The right ones are timed
+    when all are known.
 
     Raises:
         DeviceLost: the CUDA context is broken; what remains needs a new process.
         RuntimeError: PyTorch's own result cannot be had, for want of memory for instance.
     """
-    device = torch.device("cuda", torch.cuda.current_device())
-    torch_dtype, _ = DTYPES[dtype]
     torch.manual_seed(0)
     found = Measured()
+
+    def leave_out(candidate: Settings, reason: Exception) -> None:
+        text = f"{type(reason).__name__}: {str(reason)[:100]}"
+        found.left_out.append((candidate, text))
+        _still_there(f"{op} {dtype} [{M}, {D} -> {H}], {candidate}: {text}")
+
     with precision_of(dtype):
-        problems = [Problem.make(M, D, H, torch_dtype) for _ in range(SETS)]
-        expected = run_torch(op, problems[0])
-        gpu, size = info(device), problems[0].x.element_size()
-        tma = gpu.has_tma and tma_dtype(torch_dtype) and D * size % 16 == 0 and H * size % 16 == 0
-        for candidate in candidates(op, M, tma, tma and gpu.has_wgmma):
+        problem = Problem.make(M, D, H, DTYPES[dtype][0])
+        expected = run_torch(op, problem)
+        plans_of: list[tuple[Settings, Plan]] = []
+        for candidate in candidates_for(op, M, D, H, problem.x.dtype):
             try:
-                plan = plan_of(op, problems[0], candidate)
-                if plan.eager_reason is not None:
-                    raise NotImplementedError(plan.eager_reason)
-                if plan.settings[KERNEL[op]] != candidate:
-                    raise NotImplementedError(f"{plan.settings[KERNEL[op]]} would run in its place")
-                error = worst_error(run_ours(op, plan, problems[0]), expected)
-                if not error < WORST[dtype]:
-                    raise ArithmeticError(f"relative error {error}")
-                found.times.append((candidate, time_us(partial(run_in_turn, op, plan, problems))))
+                plans_of.append((candidate, _right(op, problem, candidate, expected, WORST[dtype])))
             except Exception as reason:  # a candidate that does not fit this GPU is a result, not an end
-                text = f"{type(reason).__name__}: {str(reason)[:100]}"
-                found.left_out.append((candidate, text))
-                _still_there(f"{op} {dtype} [{M}, {D} -> {H}], {candidate}: {text}")
+                leave_out(candidate, reason)
+        del expected
+        sets = input_sets(problem.bytes_read(op))
+        problems = [problem, *(problem.again(op) for _ in range(sets - 1))]
+        calls: list[tuple[Settings, Call]] = [(c, partial(run_in_turn, op, plan, problems)) for c, plan in plans_of]
+        found.times = times_of(calls, sets, leave_out)
     plans.clear()  # they hold the launches of every candidate
     return found
+
+
+def candidates_for(op: str, M: int, D: int, H: int, dtype: torch.dtype) -> tuple[Settings, ...]:
+    """What may serve one kernel of a layer D -> H with M tokens on the current device."""
+    gpu = info(torch.device("cuda", torch.cuda.current_device()))
+    tma = gpu.has_tma and tma_dtype(dtype) and D * dtype.itemsize % 16 == 0 and H * dtype.itemsize % 16 == 0
+    return candidates(op, M, tma, tma and gpu.has_wgmma)
+
+
+def _right(op: str, p: Problem, candidate: Settings, expected: Result, worst: float) -> Plan:
+    """The candidate's plan, after a run of it.
+
+    Raises:
+        NotImplementedError: something else would run. ArithmeticError: its result is wrong. Or what the run raises.
+    """
+    plan = plan_of(op, p, candidate)
+    if plan.eager_reason is not None:
+        raise NotImplementedError(plan.eager_reason)
+    if plan.settings[KERNEL[op]] != candidate:
+        raise NotImplementedError(f"{plan.settings[KERNEL[op]]} would run in its place")
+    error = worst_error(run_ours(op, plan, p), expected)
+    if not error < worst:
+        raise ArithmeticError(f"relative error {error}")
+    return plan
 
 
 def _still_there(culprit: str) -> None:

@@ -89,7 +89,7 @@ def registered() -> set[str]:
 
 
 def recorded_calls(device: torch.device) -> dict[str, list[tuple[Any, ...]]]:
-    """Arguments for every operator: what training steps hand over, with and without biases."""
+    """Arguments for every operator: what training steps hand over; with biases whatever is kept, and without."""
     with Recorder() as recorder:
         for op in OPERATIONS:
             for bias in (True, False):
@@ -98,7 +98,7 @@ def recorded_calls(device: torch.device) -> dict[str, list[tuple[Any, ...]]]:
                 weights = [leaves[f"{n}_weight"] for n in names]
                 biases = [leaves[f"{n}_bias"] if bias else None for n in names]
                 act = resolve_activation(activation_of(op))
-                for options in OPERATIONS[op].savings:
+                for options in OPERATIONS[op].savings if bias else [{}]:
                     y = fusedmlp.ops.call(
                         op, leaves["x"], weights, biases, act, saving.level(**{"recompute": False} | options)
                     )

@@ -74,3 +74,22 @@ class SavedMemorySuite:
         assert saved_bytes(op, leaves, device) == 0, "nothing requires a gradient, yet something was saved"
         with torch.no_grad():
             assert saved_bytes(op, requiring(leaves), device) == 0
+
+    @pytest.mark.parametrize("frozen", [False, True])
+    def test_what_a_compiled_layer_keeps(self, device, frozen):
+        """Beside x and the weights gate and up, and the activation, which is asked for, where down is trained."""
+        torch._dynamo.reset()
+        layer = fusedmlp.FusedGeGLUMLP(96, 160, keep_activation=True).to(device)
+        layer.down_proj.requires_grad_(not frozen)
+        compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+        x = torch.randn(ROWS, 96, device=device, requires_grad=True)
+        kept: list[tuple[int, ...]] = []
+
+        def pack(t: torch.Tensor) -> torch.Tensor:
+            kept.append(tuple(t.shape))
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            compiled(x)
+        assert (ROWS, 320) in kept
+        assert ((ROWS, 160) in kept) is not frozen

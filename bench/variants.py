@@ -105,6 +105,10 @@ def _fused(op: str, eager: nn.Module) -> Built:
     return _shared(kind.from_module(eager), eager)
 
 
+def _fused_keep(op: str, eager: nn.Module) -> Built:
+    return _shared(FusedGLUMLP.from_module(eager, keep_activation=True), eager)
+
+
 def _adopt(module: nn.Module, eager: nn.Module) -> Built:
     """The module of a peer with the Linears of ours, which have the same names."""
     for name in ("gate_proj", "up_proj", "down_proj"):
@@ -189,8 +193,9 @@ VARIANTS = {
         _flash_swiglu, ("swiglu",), ("flash_swiglu_mlp", "flash-swiglu-mlp"), rehearse=True, batched=True
     ),
     "fused": Variant(_fused),
+    "fused_keep": Variant(_fused_keep, GATED),
 }
-DEFAULT = tuple(v for v in VARIANTS if v not in ("quack_untuned", "compile_dynamic"))
+DEFAULT = tuple(v for v in VARIANTS if v not in ("quack_untuned", "compile_dynamic", "fused_keep"))
 
 
 def missing(name: str) -> str | None:

@@ -1,8 +1,9 @@
 """Autograd of the operations: what is kept for backward, what is made again.
 
-Kept: the inputs themselves (weights cost nothing), and of the hidden layer 2H values a token for gated MLPs, H for
-two-layer ones, nothing of it with ``recompute``. Saved tensors are unpacked once. Nothing is written in place. When
-a backward is itself differentiated (``create_graph=True``), the gradients come from the plain PyTorch meaning.
+Kept: the inputs themselves (weights cost nothing), and of the hidden layer 2H values a token for gated MLPs (3H with
+``keep_activation``), H for two-layer ones, nothing of it with ``recompute``. Saved tensors are unpacked once. Nothing
+is written in place. When a backward is itself differentiated (``create_graph=True``), the gradients come from the plain
+PyTorch meaning.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from . import plan as plans
+from . import saving
 from .checks import autocasting
 from .operations import OPERATIONS
 from .plan import Plan
@@ -23,12 +25,11 @@ class Fused(torch.autograd.Function):
     """Any of the operations; operands are x, then all weights, then all biases."""
 
     @staticmethod
-    def forward(ctx: Any, plan: Plan, recompute: bool, x: Tensor, *operands: Tensor | None) -> Tensor:
-        operation = OPERATIONS[plan.op]
+    def forward(ctx: Any, plan: Plan, save: int, x: Tensor, *operands: Tensor | None) -> Tensor:
         layers = len(operands) // 2
         weights, biases = operands[:layers], operands[layers:]
-        save = not recompute and operation.keeps(ctx.needs_input_grad[2:])
-        y, kept = operation.forward(plan, x, weights, biases, save)
+        level = plan.kept(save, ctx.needs_input_grad[2:])
+        y, kept = OPERATIONS[plan.op].forward(plan, x, weights, biases, level)
         # An alias, not a view: users may change the result in place.
         out = y if x.dim() == 2 else torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[1]))
         # An output is saved as what forward returns: autograd then keeps no reference from the graph to itself.
@@ -37,7 +38,7 @@ class Fused(torch.autograd.Function):
         # Biases are no part of a backward, so users may change them before it, unless forward is to be run again.
         versions = [None if b is None or b.is_inference() else b._version for b in biases]
         places = [(t.data_ptr(), t.stride()) for t in saved]  # type: ignore[union-attr]
-        ctx.call = plan, recompute, biases, versions, places
+        ctx.call = plan, save, biases, versions, places
         return out
 
     @staticmethod
@@ -55,14 +56,14 @@ apply = super(torch.autograd.Function, Fused).apply
 
 
 def _gradients(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
-    plan, recompute, biases, versions, places = ctx.call
+    plan, save, biases, versions, places = ctx.call
     saved, needs = ctx.saved_tensors, ctx.needs_input_grad[2:]
     layers = len(biases)
     x, weights, kept = saved[0], saved[1 : 1 + layers], saved[1 + layers :]
     if torch.compiler.is_compiling():
         return _traced(plan, x, weights, biases, needs, gy)
     differentiable = torch.is_grad_enabled()
-    if differentiable or recompute:
+    if differentiable or save == saving.INPUT:
         _check_unchanged(biases, versions)
     if differentiable or _stands_for_more(gy):
         return _by_pytorch(plan, x, weights, biases, needs, gy, differentiable)

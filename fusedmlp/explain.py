@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from . import saving
+
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from .plan import Plan
     from .settings import Settings
 
@@ -24,6 +30,7 @@ class PlanNote:
         forward, backward: the launches in order, in words (backward: with every gradient asked for).
         settings: the tile settings of our kernels.
         measured: what a settings table says of them against cuBLAS; empty where it says nothing.
+        kept: what of the call stays for its backward, in words and MiB; empty for eager.
     """
 
     op: str
@@ -34,6 +41,7 @@ class PlanNote:
     backward: tuple[str, ...] = ()
     settings: str = ""
     measured: tuple[str, ...] = ()
+    kept: str = ""
 
     def __str__(self) -> str:
         head = f"{self.op} {self.shape}".rstrip()
@@ -42,6 +50,7 @@ class PlanNote:
         lines = [f"{head}: fused"]
         lines += [f"  forward  {i + 1}. {text}" for i, text in enumerate(self.forward)]
         lines += [f"  backward {i + 1}. {text}" for i, text in enumerate(self.backward)]
+        lines.append(f"  kept for backward: {self.kept}")
         lines += [f"  {text}" for text in self.measured]
         return "\n".join(lines)
 
@@ -83,8 +92,9 @@ def note_eager(op: str, reason: str, shape: str = "") -> None:
         note(PlanNote(op, "eager", reason, shape))
 
 
-def note_plan(plan: Plan) -> None:
-    """Say which way a plan goes. Costs nothing while nobody records."""
+def note_plan(plan: Plan, save: int, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> None:
+    """Say which way a call goes, ``save`` the level of :mod:`fusedmlp.saving` that it asks for. Costs nothing while
+    nobody records."""
     if not _recorders:
         return
     dtype = str(plan.dtype).removeprefix("torch.")
@@ -94,9 +104,19 @@ def note_plan(plan: Plan) -> None:
     if plan.eager_reason is not None:
         note(PlanNote(plan.op, "eager", plan.eager_reason, shape))
         return
-    forward, backward = _LAUNCHES[plan.op](plan)
+    forward, backward = _LAUNCHES[plan.op](plan, save)
     text = "; ".join(f"{name}: {settings}" for name, settings in _serving(plan).items())
-    note(PlanNote(plan.op, "fused", "", shape, forward, backward, text, _measured(plan)))
+    needs = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (x, *weights, *biases)]
+    kept = _kept(plan, plan.kept(save, needs)) if any(needs) else "nothing"
+    note(PlanNote(plan.op, "fused", "", shape, forward, backward, text, _measured(plan), kept))
+
+
+def _kept(plan: Plan, level: int) -> str:
+    parts = {"x": plan.widths[0]}
+    if level:
+        parts |= _KEPT[plan.op](plan, level)
+    MiB = plan.M * sum(parts.values()) * plan.dtype.itemsize / 2**20
+    return f"{', '.join(f'{name} [{plan.M}, {width}]' for name, width in parts.items())}: {MiB:.1f} MiB"
 
 
 def _serving(plan: Plan) -> dict[str, Settings]:
@@ -142,33 +162,32 @@ def _kernel(plan: Plan, name: str, fused: str, pair: tuple[str, ...]) -> tuple[s
     return pair if settings.family == "pair" else (f"{fused} [{settings}]",)
 
 
-def _linear_act(plan: Plan) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _linear_act(plan: Plan, save: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
     forward = _kernel(plan, "forward", "linear, bias and activation", ("cuBLAS linear", "activation"))
     return forward, ("activation's gradient and bias gradient", "cuBLAS dX", "cuBLAS dW")
 
 
-def _glu_mlp(plan: Plan) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _glu_mlp(plan: Plan, save: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
     forward = _kernel(
         plan,
         "forward",
         "gate, up, activation and product",
         ("cuBLAS gate", "cuBLAS up", "activation and product"),
     )
-    hidden = _kernel(
-        plan,
-        "backward",
-        "dH, dGate, dUp, activation again, bias gradients",
-        ("cuBLAS dH", "dGate, dUp, activation again, bias gradients"),
-    )
+    made = "dGate, dUp, bias gradients" if save == saving.ACTIVATION else "dGate, dUp, activation again, bias gradients"
+    hidden = _kernel(plan, "backward", f"dH, {made}", ("cuBLAS dH", made))
     down = _kernel(plan, "down", "down", ("cuBLAS down",))
+    again: tuple[str, ...] = ()
+    if save == saving.INPUT:
+        again = _kernel(plan, "forward", "gate and up again", ("cuBLAS gate again", "cuBLAS up again"))
     grads = plan.settings["grads"]
     if grads.family == "gluon":
-        return (*forward, *down), (*hidden, f"dX, dWgate, dWup and dWdown [{grads}]")
+        return (*forward, *down), (*again, *hidden, f"dX, dWgate, dWup and dWdown [{grads}]")
     dgrad = _kernel(plan, "dgrad", "dX over gate and up", ("cuBLAS dX of gate", "cuBLAS dX of up, added"))
-    return (*forward, *down), (*hidden, *dgrad, "cuBLAS dWgate and dWup", "cuBLAS dWdown")
+    return (*forward, *down), (*again, *hidden, *dgrad, "cuBLAS dWgate and dWup", "cuBLAS dWdown")
 
 
-def _mlp(plan: Plan) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _mlp(plan: Plan, save: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
     forward = _kernel(plan, "forward", "fc1, bias and activation", ("cuBLAS fc1", "activation"))
     hidden = _kernel(
         plan,
@@ -177,10 +196,11 @@ def _mlp(plan: Plan) -> tuple[tuple[str, ...], tuple[str, ...]]:
         ("cuBLAS dA", "activation's gradient and bias gradients"),
     )
     down = _kernel(plan, "down", "fc2", ("cuBLAS fc2",))
-    return (*forward, *down), (*hidden, "cuBLAS dX", "cuBLAS dW1", "cuBLAS dW2")
+    again = tuple(f"again: {text}" for text in forward) if save == saving.INPUT else ()
+    return (*forward, *down), (*again, *hidden, "cuBLAS dX", "cuBLAS dW1", "cuBLAS dW2")
 
 
-def _relu_mlp(plan: Plan) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _relu_mlp(plan: Plan, save: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
     layers = len(plan.widths) - 1
     if "stack" in plan.settings:
         forward: tuple[str, ...] = (f"all {layers} layers [{plan.settings['stack']}]",)
@@ -205,4 +225,17 @@ def _relu_mlp(plan: Plan) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return forward, (*backward, "cuBLAS dX of layer 0")
 
 
+def _glu_kept(plan: Plan, level: int) -> dict[str, int]:
+    H = plan.widths[1]
+    return {"gate and up": 2 * H} | ({"activation": H} if level == saving.ACTIVATION else {})
+
+
+def _layers_kept(plan: Plan, level: int) -> dict[str, int]:
+    """Of the layers with an activation, which the second of two has not."""
+    widths = plan.widths[1:2] if plan.op == "mlp" else plan.widths[1:]
+    what = "result" if plan.activation.saves == "output" else "input of the activation"
+    return {f"{what} of layer {i}" if len(widths) > 1 else what: width for i, width in enumerate(widths)}
+
+
+_KEPT = {"linear_act": _layers_kept, "glu_mlp": _glu_kept, "mlp": _layers_kept, "relu_mlp": _layers_kept}
 _LAUNCHES = {"linear_act": _linear_act, "glu_mlp": _glu_mlp, "mlp": _mlp, "relu_mlp": _relu_mlp}

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from . import checks
+from . import checks, saving
 from . import plan as plans
 from .activations import Activation, resolve_activation
 from .autograd import apply as apply_fused
@@ -58,6 +58,7 @@ def glu_mlp(
     down_bias: Tensor | None = None,
     activation: str | Activation = "silu",
     recompute: bool = False,
+    keep_activation: bool = False,
 ) -> Tensor:
     """``(act(x Wg^T + bg) * (x Wu^T + bu)) Wd^T + bd``: two launches forward, four backward.
 
@@ -78,13 +79,15 @@ def glu_mlp(
         activation: one of ours or any Hugging Face name that means it, see :mod:`fusedmlp.activations`.
         recompute: keep only x for backward and make gate and up again there (one more launch). Otherwise gate and
             up are kept, 2H values a token.
+        keep_activation: keep act(gate) * up too, 3H values a token, where dWdown is needed. Backward then does not
+            make and store it again: less time, most where D is small.
 
     Raises:
-        ValueError: unknown activation.
+        ValueError: unknown activation, or both recompute and keep_activation.
         RuntimeError: shapes, dtypes or devices that do not fit together, integer or complex tensors.
     """
     weights, biases = (gate_weight, up_weight, down_weight), (gate_bias, up_bias, down_bias)
-    return _call("glu_mlp", activation, x, weights, biases, recompute)
+    return _call("glu_mlp", activation, x, weights, biases, saving.level(recompute, keep_activation))
 
 
 def mlp(
@@ -118,7 +121,7 @@ def mlp(
         ValueError: unknown activation.
         RuntimeError: shapes, dtypes or devices that do not fit together, integer or complex tensors.
     """
-    return _call("mlp", activation, x, (fc1_weight, fc2_weight), (fc1_bias, fc2_bias), recompute)
+    return _call("mlp", activation, x, (fc1_weight, fc2_weight), (fc1_bias, fc2_bias), saving.level(recompute))
 
 
 def relu_mlp(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor:
@@ -151,14 +154,14 @@ def _call(
     x: Tensor,
     weights: tuple[Tensor, ...],
     biases: tuple[Tensor | None, ...],
-    recompute: bool = False,
+    save: int = saving.HIDDEN,
 ) -> Tensor:
     act = resolve_activation(activation)
     x, weights, biases = _autocast(x, weights, biases)
     if torch.compiler.is_compiling():
         reason = checks.plain_while_compiling((x, *weights, *biases))
         if reason is None:
-            return _traced(op, act, x, weights, biases, recompute)
+            return _traced(op, act, x, weights, biases, save)
     else:
         reason = checks.plain((x, *weights, *biases))
     if reason is not None:
@@ -171,10 +174,10 @@ def _call(
             return _eager(op, act, x, weights, biases, reason)
         checks.check_call(OPERATIONS[op], x, weights, biases)  # says better what is wrong
         raise
-    note_plan(plan)
+    note_plan(plan, save, x, weights, biases)
     if plan.eager_reason is not None:
         return OPERATIONS[op].reference(x, weights, biases, act)  # type: ignore[no-any-return]
-    return _fused(plan, x, weights, biases, recompute)
+    return _fused(plan, x, weights, biases, save)
 
 
 def _eager(
@@ -192,11 +195,11 @@ def _eager(
 
 
 def _fused(
-    plan: plans.Plan, x: Tensor, weights: tuple[Tensor, ...], biases: tuple[Tensor | None, ...], recompute: bool
+    plan: plans.Plan, x: Tensor, weights: tuple[Tensor, ...], biases: tuple[Tensor | None, ...], save: int
 ) -> Tensor:
     if torch.is_grad_enabled() and _requires_grad(x, weights, biases):
-        return apply_fused(plan, recompute, x, *weights, *biases)  # type: ignore[no-any-return]
-    y, _ = OPERATIONS[plan.op].forward(plan, x, weights, biases, False)
+        return apply_fused(plan, save, x, *weights, *biases)  # type: ignore[no-any-return]
+    y, _ = OPERATIONS[plan.op].forward(plan, x, weights, biases, saving.INPUT)
     return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[1])  # type: ignore[no-any-return]
 
 
@@ -206,7 +209,7 @@ def _traced(
     x: Tensor,
     weights: tuple[Tensor, ...],
     biases: tuple[Tensor | None, ...],
-    recompute: bool,
+    save: int,
 ) -> Tensor:
     """Under torch.compile: our operator where kernels can run, else PyTorch's operations, which Inductor fuses."""
     operation = OPERATIONS[op]
@@ -214,7 +217,7 @@ def _traced(
     from . import ops
 
     if ops.traces_kernels(x):
-        return ops.call(op, x, weights, biases, act, recompute)
+        return ops.call(op, x, weights, biases, act, save)
     return operation.reference(x, weights, biases, act)  # type: ignore[no-any-return]
 
 

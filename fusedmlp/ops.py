@@ -2,8 +2,9 @@
 
 Of each operation a forward ``op(x, weights, biases, has_bias, activation, save) -> [y, *kept]`` and a backward
 ``op_backward(gy, x, weights, biases, has_bias, kept, activation, needs) -> gradients asked for``. ``biases`` holds
-those that exist; ``kept`` what backward needs beyond inputs and y. What the kernels cannot serve is only known at
-run time for symbolic sizes: the operators then compute by PyTorch's operations.
+those that exist; ``save`` is a level of :mod:`fusedmlp.saving`, ``kept`` what backward needs beyond inputs and y. What
+the kernels cannot serve is only known at run time for symbolic sizes: the operators then compute by PyTorch's
+operations.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ import torch
 from torch import Tensor
 
 from . import plan as plans
+from . import saving
 from .activations import Activation, resolve_activation
 from .operations import OPERATIONS
 
-_FORWARD = "(Tensor x, Tensor[] weights, Tensor[] biases, bool[] has_bias, str activation, bool save) -> Tensor[]"
+_FORWARD = "(Tensor x, Tensor[] weights, Tensor[] biases, bool[] has_bias, str activation, int save) -> Tensor[]"
 _BACKWARD = (
     "(Tensor gy, Tensor x, Tensor[] weights, Tensor[] biases, bool[] has_bias, Tensor[] kept, str activation, "
     "bool[] needs) -> Tensor[]"
@@ -39,15 +41,17 @@ def call(
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
     activation: Activation,
-    recompute: bool,
+    save: int,
 ) -> Tensor:
-    """One traced call of an operation, already checked."""
+    """One traced call of an operation, already checked; ``save``: the level of :mod:`fusedmlp.saving` asked for."""
     present = [b for b in biases if b is not None]
     has_bias = [b is not None for b in biases]
-    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (x, *weights, *present))
-    outputs = getattr(torch.ops.fusedmlp, op)(
-        x, list(weights), present, has_bias, activation.name, needs_grad and not recompute
-    )
+    if torch.is_grad_enabled():
+        needs = [t is not None and t.requires_grad for t in (x, *weights, *biases)]
+        save = min(save, OPERATIONS[op].keeps(needs))
+    else:
+        save = saving.INPUT
+    outputs = getattr(torch.ops.fusedmlp, op)(x, list(weights), present, has_bias, activation.name, save)
     return outputs[0]  # type: ignore[no-any-return]
 
 
@@ -56,14 +60,15 @@ def _spread(biases: Sequence[Tensor], has_bias: Sequence[bool]) -> list[Tensor |
     return [next(given) if has else None for has in has_bias]
 
 
-def _kept_widths(op: str, weights: Sequence[Tensor], activation: str, save: bool) -> list[Any]:
+def _kept_widths(op: str, weights: Sequence[Tensor], activation: str, save: int) -> list[Any]:
     """Widths of the tensors [M, width] that forward returns beside y."""
     if not save:
         return []
     if op == "linear_act":
         return [weights[0].shape[0]] if resolve_activation(activation).saves == "input" else []
     if op == "glu_mlp":
-        return [2 * weights[0].shape[0]]
+        H = weights[0].shape[0]
+        return [2 * H, H] if save == saving.ACTIVATION else [2 * H]
     return [w.shape[0] for w in weights[:-1]]
 
 
@@ -81,7 +86,7 @@ def _run_forward(
     biases: Sequence[Tensor],
     has_bias: Sequence[bool],
     activation: str,
-    save: bool,
+    save: int,
 ) -> list[Tensor]:
     act = resolve_activation(activation)
     all_biases = _spread(biases, has_bias)
@@ -103,7 +108,7 @@ def _fake_forward(
     biases: Sequence[Tensor],
     has_bias: Sequence[bool],
     activation: str,
-    save: bool,
+    save: int,
 ) -> list[Tensor]:
     y = x.new_empty(*x.shape[:-1], weights[-1].shape[0])
     tokens = _tokens(x)

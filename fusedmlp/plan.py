@@ -61,6 +61,11 @@ class Plan:
         # Approximate tanh and exp where the result is rounded to 16 bits; the interpreter has no inline assembly.
         self.fast_math = self.device_index is not None and self.dtype != torch.float32
 
+    def kept(self, save: int, needs: Sequence[bool]) -> int:
+        """The level of :mod:`fusedmlp.saving` that a forward keeps of the one asked for; ``needs``: which of x, weights
+        and biases need gradients."""
+        return min(save, OPERATIONS[self.op].keeps(needs))  # type: ignore[no-any-return]
+
     def choose(self, name: str, op: str, N: int, K: int, tma: bool = True) -> None:
         """Calculate the settings of one kernel."""
         tma = tma and self.aligned

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from importlib.resources import files
 from itertools import product
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -74,7 +75,7 @@ CASES = [
 
 
 def _run_all(dtype: torch.dtype, tokens: int, D: int, H: int, activation: str, biases: bool, train: bool) -> None:
-    """Every operation, forward and with ``train`` backward."""
+    """Every operation, forward and with ``train`` backward, of the gated MLP that which stores no activation too."""
 
     def make(*shape: int) -> torch.Tensor:
         return torch.empty(*shape, dtype=dtype, device="meta", requires_grad=train)
@@ -82,9 +83,11 @@ def _run_all(dtype: torch.dtype, tokens: int, D: int, H: int, activation: str, b
     x = make(tokens, D)
     gate, up, down = make(H, D), make(H, D), make(D, H)
     b_gate, b_up, b_down = (make(H), make(H), make(D)) if biases else (None, None, None)
+    gated = partial(functional.glu_mlp, x, gate, up, down, b_gate, b_up, b_down, activation)
     calls = (
         partial(functional.linear_act, x, gate, b_gate, activation),
-        partial(functional.glu_mlp, x, gate, up, down, b_gate, b_up, b_down, activation),
+        gated,
+        *([partial(gated, keep_activation=True)] if train else []),
         partial(functional.mlp, x, gate, down, b_gate, b_down, activation),
         partial(functional.relu_mlp, x, [gate, down], [b_gate, b_down]),
     )
@@ -199,6 +202,17 @@ def test_every_setting_is_among_them(case: Case) -> None:
         return
     missing = [f"{op}: {answer}" for op, answer in wanted if not is_compiled(op, answer, recorded_for(case))]
     assert not missing, "not compiled:\n" + "\n".join(sorted(missing))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_every_gated_backward_is_among_them_with_and_without_its_activation(case: Case) -> None:
+    stores: dict[Any, set[bool]] = {}
+    for entry in recorded_for(case):
+        constants = entry.named_constants
+        if "backward" in entry.name and "STORE_H" in constants and "up_desc" not in constants:  # two-layer: None
+            rest = tuple(value for name, value in constants.items() if name.isupper() and name != "STORE_H")
+            stores.setdefault((entry.name, entry.options, rest), set()).add(constants["STORE_H"])
+    assert stores and all(both == {True, False} for both in stores.values()), stores
 
 
 def test_every_table_belongs_to_a_case() -> None:

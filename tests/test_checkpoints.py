@@ -52,6 +52,13 @@ LAYERS: dict[str, Made] = {
 each_layer = pytest.mark.parametrize("name", list(LAYERS))
 
 
+def test_options_are_handed_on(tmp_path: Path) -> None:
+    path = saved(tmp_path / "model.safetensors", fusedmlp.FusedSwiGLUMLP(D, H))
+    for option in ("recompute", "keep_activation"):
+        layer = fusedmlp.FusedSwiGLUMLP.from_safetensors(path, PREFIX, **{option: True})
+        assert getattr(layer, option) and layer.recompute is not layer.keep_activation
+
+
 def saved(path: Path, layer: nn.Module, prefix: str = PREFIX, **others: Tensor) -> Path:
     """A file that holds the layer under the prefix, next to tensors that are none of its business."""
     tensors = {f"{prefix}.{k}" if prefix else k: v for k, v in layer.state_dict().items()}

@@ -138,6 +138,10 @@ def test_children_are_the_same_objects_and_their_hooks_run() -> None:
     eager.up_proj.register_forward_hook(lambda m, args, out: out * 2)
     fused = fusedmlp.FusedGLUMLP.from_module(eager, recompute=True)
     assert fused.recompute and fused.up_proj is eager.up_proj
+    kept = fusedmlp.FusedGLUMLP.from_module(eager, keep_activation=True)
+    assert kept.keep_activation and not (kept.recompute or fused.keep_activation)
+    with pytest.raises(ValueError, match="contradict each other"):
+        fusedmlp.FusedGLUMLP.from_module(eager, recompute=True, keep_activation=True)
     x = torch.randn(5, D)
     assert torch.equal(fused(x), eager(x))
 
@@ -328,6 +332,8 @@ def test_from_config_equals_the_eager_class(name: str) -> None:
     x = torch.randn(3, D, dtype=torch.float64)
     torch.testing.assert_close(fused(x), eager(x))
     assert cls.from_config(config, device="meta", recompute=True).recompute
+    if issubclass(cls, fusedmlp.FusedGLUMLP):
+        assert cls.from_config(config, device="meta", keep_activation=True).keep_activation
 
 
 def test_from_config_of_bert_is_the_intermediate_layer() -> None:

@@ -33,6 +33,16 @@ def step(biases: bool = False, gate_room: int = 0, up_room: int = 0, **forced) -
     return [launch for launch in recorded if launch.name.endswith("_gluon")]
 
 
+def gated_step(biases: bool, keep_activation: bool, **forced) -> list[Recorded]:
+    """The launches of ours of a gated training step."""
+    b, b_out = (weight(1, H)[0], weight(1, D)[0]) if biases else (None, None)
+    operands = weight(M, D), weight(H, D), weight(H, D), weight(D, H), b, b, b_out
+    with pretended(H200) as recorded, settings.override(**forced):
+        y = functional.glu_mlp(*operands, "gelu_tanh", keep_activation=keep_activation)
+        y.backward(torch.empty_like(y))
+    return recorded
+
+
 def named(launches: list[Recorded], name: str) -> list[Recorded]:
     found = [launch for launch in launches if launch.name == name]
     assert found
@@ -76,3 +86,20 @@ def test_the_stand_in_of_weights_that_lie_apart_is_named():
         (note,) = explain_plan(functional.glu_mlp, x, gate, up, down).notes
     assert "forward: pointer" in note.settings and "[pointer" in note.forward[0]
     assert "dgrad: pointer" in note.settings and "[pointer" in note.backward[1]
+
+
+@pytest.mark.parametrize("family", ["gluon", "tma", "pointer", "pair"])
+@pytest.mark.parametrize("biases", [False, True])
+def test_a_kept_activation_is_not_stored_again(family, biases):
+    """The launches of the default, of which the one back to the hidden layer stores no activation."""
+    by_default, kept = (gated_step(biases, keep, family=family) for keep in (False, True))
+    assert [launch.name for launch in kept] == [launch.name for launch in by_default]
+    back = {"pair": "glu_act_backward", "gluon": "hidden_backward_gluon"}.get(family, f"glu_backward_{family}")
+    for launches, stored in ((by_default, True), (kept, False)):
+        (launch,) = named(launches, back)
+        assert launch.named_constants["STORE_H"] is stored
+    others = [[launch for launch in launches if launch.name != back] for launches in (by_default, kept)]
+    assert others[0] == others[1]
+    if family == "gluon":
+        (grads,) = named(kept, "glu_grads_gluon")
+        assert grads.tiles[8].shape == (M, H) and grads.tiles[8].strides == (H, 1)

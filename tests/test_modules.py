@@ -106,6 +106,10 @@ PAIRS: dict[str, tuple[Maker, Maker]] = {
         lambda: fusedmlp.FusedGeGLUMLP(D, H, bias=True, approximate="none", recompute=True),
         lambda: EagerGLU(F.gelu, (True,) * 3),
     ),
+    "geglu_keep": (
+        lambda: fusedmlp.FusedGeGLUMLP(D, H, bias=True, keep_activation=True),
+        lambda: EagerGLU(gelu_tanh, (True,) * 3),
+    ),
     "swiglu": (lambda: fusedmlp.FusedSwiGLUMLP(D, H, bias=True), lambda: EagerGLU(F.silu, (True,) * 3)),
 }
 each_pair = pytest.mark.parametrize("name", list(PAIRS))
@@ -293,10 +297,29 @@ def test_linear_act_is_no_linear_and_the_children_are() -> None:
 
 def test_repr_says_what_the_layer_is() -> None:
     assert "activation=gelu" in repr(fusedmlp.FusedMLP(D, H, activation="gelu"))
-    assert "recompute=True" in repr(fusedmlp.FusedGLUMLP(D, H, recompute=True))
+    assert "recompute=True, keep_activation=False" in repr(fusedmlp.FusedGLUMLP(D, H, recompute=True))
+    assert "recompute=False, keep_activation=True" in repr(fusedmlp.FusedSwiGLUMLP(D, H, keep_activation=True))
     expected = f"in_features={D}, out_features={OUT}, bias=False, activation=relu"
     assert expected in repr(fusedmlp.FusedLinearReLU(D, OUT, bias=False))
     assert fusedmlp.FusedGeGLUMLP(D, H, approximate="none").approximate == "none"
+
+
+def test_recompute_and_keep_activation_together_are_refused() -> None:
+    both = {"recompute": True, "keep_activation": True}
+    weights = torch.randn(H, D), torch.randn(H, D), torch.randn(D, H)
+    layer = fusedmlp.FusedGLUMLP(D, H, recompute=True)
+    layer.keep_activation = True
+    calls: list[Callable[[], object]] = [
+        lambda: fusedmlp.FusedGLUMLP(D, H, **both),
+        lambda: fusedmlp.FusedGeGLUMLP(D, H, **both),
+        lambda: fusedmlp.FusedSwiGLUMLP(D, H, **both),
+        lambda: fusedmlp.patch(EagerMLP(F.silu, (False, False)), **both),
+        lambda: fusedmlp.glu_mlp(torch.randn(3, D), *weights, **both),
+        lambda: layer(torch.randn(3, D)),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match="recompute=True and keep_activation=True contradict each other"):
+            call()
 
 
 @each_pair

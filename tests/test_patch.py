@@ -169,6 +169,14 @@ def test_gradients_equal_eager() -> None:
         assert torch.equal(ours.grad, theirs.grad), key
 
 
+def test_keeping_the_activation_is_for_gated_layers() -> None:
+    gated, two_layer = built(REPLACED["llama"][0]), built(REPLACED["phi"][0])
+    for model in (gated, two_layer):
+        assert fusedmlp.patch(model, keep_activation=True).replaced
+    assert gated.layers[0].mlp.keep_activation and not gated.layers[0].mlp.recompute
+    assert not hasattr(two_layer.layers[0].mlp, "keep_activation")
+
+
 def test_sparse_gemma3n_and_scaled_falcon_h1_are_left() -> None:
     text = Gemma3nTextConfig(
         vocab_size=40,

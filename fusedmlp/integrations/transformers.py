@@ -12,13 +12,22 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from .. import saving
 from .._children import plain_parts, why_not_plain
 from .._load import CheckedLoad
 from ..modules import FusedGLUMLP, FusedMLP, FusedReLUMLP
 from ._dense_act import FusedDenseAct
 from ._tables import DENSE_ACT, DENSE_ACT_BEFORE_5, GATED, LEFT, TWO_LAYER
 
-Converter = Callable[[nn.Module, bool], nn.Module]
+
+class _Options(NamedTuple):
+    """What ``patch()`` hands on to the layers that know it."""
+
+    recompute: bool
+    keep_activation: bool
+
+
+Converter = Callable[[nn.Module, _Options], nn.Module]
 
 _GATED_NAMES = ("gate_proj", "up_proj", "down_proj")
 _LOOKS_LIKE_MLP = re.compile(r"(MLP|Mlp|FeedForward|FFN|Intermediate|DenseActDense|DenseGatedActDense)$")
@@ -78,6 +87,7 @@ def patch(
     *,
     sequential: bool = False,
     extra_classes: Iterable[str | type[nn.Module]] = (),
+    keep_activation: bool = False,
 ) -> PatchReport:
     """Replaces the MLPs of ``model`` by fused ones that share their Linears; parameter names stay.
 
@@ -91,23 +101,26 @@ def patch(
         sequential: replace ``nn.Sequential(Linear, ReLU, Linear, ReLU, ...)`` too. Its parent must call it,
             not index into it.
         extra_classes: more classes, or their names, to try.
+        keep_activation: keep more memory for a faster backward of gated MLPs, see :class:`FusedGLUMLP`.
 
     Returns:
         What was replaced, and what looks like an MLP and was left, with the reason.
 
     Raises:
         TypeError: ``model`` is no nn.Module, or ``extra_classes`` holds neither names nor classes.
+        ValueError: both ``recompute`` and ``keep_activation`` are set.
     """
+    saving.level(recompute, keep_activation)
     if not isinstance(model, nn.Module):
         raise TypeError(f"patch() takes an nn.Module, got {type(model).__name__}")
-    extra = _class_names(extra_classes)
+    options, extra = _Options(recompute, keep_activation), _class_names(extra_classes)
     report = PatchReport()
     made: dict[int, nn.Module | str | None] = {}
-    if isinstance(_convert(model, recompute, sequential, extra), nn.Module):
+    if isinstance(_convert(model, options, sequential, extra), nn.Module):
         report.left.append(Left("", type(model).__name__, "it is the model itself; use from_module()"))
     for parent, name, qualified, child in _edges(model, "", set()):
         if id(child) not in made:
-            made[id(child)] = _convert(child, recompute, sequential, extra)
+            made[id(child)] = _convert(child, options, sequential, extra)
         outcome = made[id(child)]
         if isinstance(outcome, nn.Module):
             report._swaps.append(_Swap(parent, name, child, outcome))
@@ -152,7 +165,7 @@ def _apply(swaps: list[_Swap]) -> None:
         raise
 
 
-def _convert(module: nn.Module, recompute: bool, sequential: bool, extra: frozenset[str]) -> nn.Module | str | None:
+def _convert(module: nn.Module, options: _Options, sequential: bool, extra: frozenset[str]) -> nn.Module | str | None:
     """The fused module; or why there is none, as a phrase; or None where it does not look like an MLP."""
     name = type(module).__name__
     if isinstance(module, CheckedLoad):
@@ -160,27 +173,27 @@ def _convert(module: nn.Module, recompute: bool, sequential: bool, extra: frozen
     if type(module) is nn.Sequential:
         kinds = {type(child) for child in module._modules.values()}
         wanted = sequential and nn.Linear in kinds and nn.ReLU in kinds
-        return _try(lambda m, _: FusedReLUMLP.from_module(m), module, recompute) if wanted else None
+        return _try(lambda m, _: FusedReLUMLP.from_module(m), module, options) if wanted else None
     if name in LEFT and name not in extra:
         return LEFT[name]
     converter = _converter(module, name, extra)
     if converter is not None:
-        return _try(converter, module, recompute)
+        return _try(converter, module, options)
     return _why_unknown(module, name)
 
 
 def _converter(module: nn.Module, name: str, extra: frozenset[str]) -> Converter | None:
     children, tried = set(module._modules), name in extra
     if name in GATED or (tried and children >= set(_GATED_NAMES)):
-        return lambda m, recompute: FusedGLUMLP.from_module(m, recompute=recompute)
+        return lambda m, options: FusedGLUMLP.from_module(m, **options._asdict())
     if name in TWO_LAYER or (tried and children >= {"fc1", "fc2"}):
-        return lambda m, recompute: FusedMLP.from_module(m, recompute=recompute)
+        return lambda m, options: FusedMLP.from_module(m, recompute=options.recompute)
     if name in DENSE_ACT or name in DENSE_ACT_BEFORE_5 or (tried and "dense" in children):
         return lambda m, _: FusedDenseAct.from_module(m)
     return None
 
 
-def _try(converter: Converter, module: nn.Module, recompute: bool) -> nn.Module | str:
+def _try(converter: Converter, module: nn.Module, options: _Options) -> nn.Module | str:
     reason = _special_reason(module)
     if reason is not None:
         return reason
@@ -188,7 +201,7 @@ def _try(converter: Converter, module: nn.Module, recompute: bool) -> nn.Module 
         if isinstance(child, nn.Linear) and plain_parts(child) is None:
             return why_not_plain(name, child) or f"{name} is not a plain nn.Linear"
     try:
-        return converter(module, recompute)
+        return converter(module, options)
     except (TypeError, ValueError) as error:
         return str(error)
 

@@ -7,10 +7,10 @@ MLP; a bias may be None):
 * ``check(x, weights, biases)``: the shapes fit, or the exception that eager raises;
 * ``reference(x, weights, biases, activation)``: the plain PyTorch meaning;
 * ``reference_grads(gy, x, weights, biases, activation)``: its backward written out, over matrices;
-* ``keeps(needs)``: whether backward needs anything of the forward but its inputs, for the gradients asked for;
-* ``forward(plan, x, weights, biases, save)``: ``(y [M, N], tensors for backward)``;
+* ``keeps(needs)``: the level of :mod:`fusedmlp.saving` that backward has a use for, given the gradients asked for;
+* ``forward(plan, x, weights, biases, save)``: ``(y [M, N], tensors for backward)`` of such a level;
 * ``backward(plan, gy, x, weights, biases, saved, needs)``: gradients of x (as [M, K]), weights and biases, flat, None
-  where ``needs`` says so. ``saved`` empty means: make them again.
+  where ``needs`` says so. What ``saved`` lacks is made again.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import reference as plain
+from .. import saving
 from ..activations import Activation
 from ..checks import check_bias, check_input, check_weight
 
@@ -44,16 +45,19 @@ def reference(x: Tensor, weights: Sequence[Tensor], biases: Biases, activation: 
 reference_grads = plain.glu_mlp_grads
 
 
-def keeps(needs: Sequence[bool]) -> bool:
-    return any(needs[:-1])  # the down bias alone needs the gradient of the output and nothing else
+def keeps(needs: Sequence[bool]) -> int:
+    if needs[3]:
+        return saving.ACTIVATION
+    return saving.HIDDEN if any(needs[:-1]) else saving.INPUT  # the down bias alone needs only the output's gradient
 
 
-def forward(
-    plan: Plan, x: Tensor, weights: Sequence[Tensor], biases: Biases, save: bool
-) -> tuple[Tensor, list[Tensor]]:
-    h, gate_up = plan.launchers.glu.glu_forward(plan, x, weights[0], weights[1], biases[0], biases[1], save)
+def forward(plan: Plan, x: Tensor, weights: Sequence[Tensor], biases: Biases, save: int) -> tuple[Tensor, list[Tensor]]:
+    h, gate_up = plan.launchers.glu.glu_forward(plan, x, weights[0], weights[1], biases[0], biases[1], bool(save))
     assert h is not None
-    return plan.launchers.small.down(plan, h, weights[2], biases[2]), [] if gate_up is None else [gate_up]
+    y = plan.launchers.small.down(plan, h, weights[2], biases[2])
+    if gate_up is None:
+        return y, []
+    return y, [gate_up, h] if save == saving.ACTIVATION else [gate_up]
 
 
 def backward(
@@ -72,15 +76,17 @@ def backward(
     if not keeps(needs):
         return None, None, None, None, None, None, gy.sum(0)
     gate_up = saved[0] if saved else None
+    kept = saved[1] if len(saved) > 1 else None
     if gate_up is None:
         _, gate_up = run.glu_forward(plan, x, gate, up, biases[0], biases[1], save=True, store_h=False)
         assert gate_up is not None
     dx = dwg = dwu = dwd = dbg = dbu = dbd = None
     if needs_x or needs_gate or needs_up or needs_bg or needs_bu:
         hidden = plan.launchers.glu_backward.glu_backward(
-            plan, gy, down, gate_up, needs_down, needs_bg or needs_bu, needs_bd
+            plan, gy, down, gate_up, needs_down and kept is None, needs_bg or needs_bu, needs_bd
         )
-        dgate_up, h, dbg, dbu, dbd = hidden
+        dgate_up, made, dbg, dbu, dbd = hidden
+        h = made if kept is None else kept
         if needs_x and needs_gate and needs_up and needs_down and plan.settings["grads"].family == "gluon":
             dx, dwgu, dwd = plan.launchers.glu_grads.glu_grads(plan, gy, h, dgate_up, x, gate, up)
             assert dwgu is not None
@@ -89,12 +95,12 @@ def backward(
             if needs_down:
                 assert h is not None
                 dwd = torch.mm(gy.t(), h)  # first of the products: h is free before the others need room
-            del hidden, h
+            del hidden, made, h
             if needs_x:
                 dx = run.dual_dgrad(plan, dgate_up, gate, up)
             dwg, dwu = _weight_grads(plan, dgate_up, x, gate, needs_gate, needs_up)
     else:
-        dwd = torch.mm(gy.t(), run.glu_act(plan, gate_up))
+        dwd = torch.mm(gy.t(), run.glu_act(plan, gate_up) if kept is None else kept)
         dbd = gy.sum(0) if needs_bd else None
     return dx, dwg, dwu, dwd, dbg if needs_bg else None, dbu if needs_bu else None, dbd
 

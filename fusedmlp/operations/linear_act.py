@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import reference as plain
+from .. import saving
 from ..activations import Activation
 from ..checks import check_bias, check_input, check_weight
 
@@ -37,17 +38,15 @@ def reference(x: Tensor, weights: Sequence[Tensor], biases: Biases, activation: 
 reference_grads = plain.linear_act_grads
 
 
-def keeps(needs: Sequence[bool]) -> bool:
-    return any(needs)
+def keeps(needs: Sequence[bool]) -> int:
+    return saving.HIDDEN if any(needs) else saving.INPUT
 
 
-def forward(
-    plan: Plan, x: Tensor, weights: Sequence[Tensor], biases: Biases, save: bool
-) -> tuple[Tensor, list[Tensor]]:
+def forward(plan: Plan, x: Tensor, weights: Sequence[Tensor], biases: Biases, save: int) -> tuple[Tensor, list[Tensor]]:
     """Of the first weight and bias: for a two-layer MLP that is its hidden layer."""
     act = plan.activation
     y, pre = plan.launchers.linear.linear_act(
-        plan, "forward", x, weights[0], biases[0], act, save and act.saves == "input"
+        plan, "forward", x, weights[0], biases[0], act, bool(save) and act.saves == "input"
     )
     if not save:
         return y, []
@@ -65,7 +64,7 @@ def backward(
 ) -> Grads:
     needs_x, needs_weight, needs_bias = needs
     (weight,) = weights
-    (kept,) = saved or forward(plan, x, weights, biases, True)[1]
+    (kept,) = saved or forward(plan, x, weights, biases, saving.HIDDEN)[1]
     N, K = weight.shape
     gy = gy.reshape(-1, N)
     dpre, _, db = plan.launchers.act.act_grad(

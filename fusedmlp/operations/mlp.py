@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import reference as plain
+from .. import saving
 from ..activations import Activation
 from ..checks import check_bias, check_input, check_weight
 from . import linear_act
@@ -40,13 +41,13 @@ def reference(x: Tensor, weights: Sequence[Tensor], biases: Biases, activation: 
 reference_grads = plain.mlp_grads
 
 
-def keeps(needs: Sequence[bool]) -> bool:
-    return any(needs[:-1])  # fc2's bias alone needs the gradient of the output and nothing else
+def keeps(needs: Sequence[bool]) -> int:
+    return (
+        saving.HIDDEN if any(needs[:-1]) else saving.INPUT
+    )  # fc2's bias alone needs the gradient of the output and nothing else
 
 
-def forward(
-    plan: Plan, x: Tensor, weights: Sequence[Tensor], biases: Biases, save: bool
-) -> tuple[Tensor, list[Tensor]]:
+def forward(plan: Plan, x: Tensor, weights: Sequence[Tensor], biases: Biases, save: int) -> tuple[Tensor, list[Tensor]]:
     a, saved = linear_act.forward(plan, x, weights, biases, save)
     return plan.launchers.small.down(plan, a, weights[1], biases[1]), saved
 
@@ -67,7 +68,7 @@ def backward(
     gy = run.common.as_contiguous(gy, fc2.shape[0])
     if not keeps(needs):
         return None, None, None, None, gy.sum(0)
-    (kept,) = saved or linear_act.forward(plan, x, weights, biases, True)[1]
+    (kept,) = saved or linear_act.forward(plan, x, weights, biases, saving.HIDDEN)[1]
     a = kept if act.saves == "output" else None
     dx = dw1 = dw2 = db1 = db2 = None
     if needs_x or needs_w1 or needs_b1:

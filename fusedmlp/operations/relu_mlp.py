@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import reference as plain
+from .. import saving
 from ..activations import Activation
 from ..checks import check_bias, check_input, check_weight
 
@@ -39,13 +40,11 @@ def reference(x: Tensor, weights: Sequence[Tensor], biases: Biases, activation: 
 reference_grads = plain.relu_mlp_grads
 
 
-def keeps(needs: Sequence[bool]) -> bool:
-    return any(needs)
+def keeps(needs: Sequence[bool]) -> int:
+    return saving.HIDDEN if any(needs) else saving.INPUT
 
 
-def forward(
-    plan: Plan, x: Tensor, weights: Sequence[Tensor], biases: Biases, save: bool
-) -> tuple[Tensor, list[Tensor]]:
+def forward(plan: Plan, x: Tensor, weights: Sequence[Tensor], biases: Biases, save: int) -> tuple[Tensor, list[Tensor]]:
     """Backward needs the output of every layer, the last included."""
     outputs = plan.launchers.linear.relu_layers(plan, x, weights, biases, plan.activation)
     return outputs[-1], outputs if save else []
@@ -63,7 +62,7 @@ def backward(
     run = plan.launchers
     layers = len(weights)
     act = plan.activation
-    saved = saved or forward(plan, x, weights, biases, True)[1]
+    saved = saved or forward(plan, x, weights, biases, saving.HIDDEN)[1]
     needs_x, needs_weights, needs_biases = needs[0], needs[1 : 1 + layers], needs[1 + layers :]
     dweights: list[Tensor | None] = [None] * layers
     dbiases: list[Tensor | None] = [None] * layers

@@ -10,6 +10,7 @@ from torch import nn
 import fusedmlp
 
 pytestmark = pytest.mark.gpu
+CALLS = [*((op, {}) for op in OPERATIONS), ("glu_mlp", {"keep_activation": True})]
 MODES = ["default", "reduce-overhead", "max-autotune-no-cudagraphs"]
 
 
@@ -24,13 +25,14 @@ class TestCompile(CompileSuite):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("op", list(OPERATIONS))
-def test_operations_under_inductor(device, op, mode):
+@pytest.mark.parametrize("op, options", CALLS, ids=str)
+def test_operations_under_inductor(device, op, options, mode):
     torch._dynamo.reset()
-    compiled = torch.compile(functional(op), fullgraph=True, mode=mode)
+    plain = functional(op, **options)
+    compiled = torch.compile(plain, fullgraph=True, mode=mode)
     for _ in range(3):  # with CUDA graphs: warm-up, capture, replay
         torch.compiler.cudagraph_mark_step_begin()
-        assert_same(op, compiled, functional(op), leaves_of(op, torch.float32, device))
+        assert_same(op, compiled, plain, leaves_of(op, torch.float32, device))
 
 
 @pytest.mark.parametrize("mode", MODES)

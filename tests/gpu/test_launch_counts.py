@@ -39,8 +39,8 @@ class EagerGLU(nn.Module):
         return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
 
 
-def _glu(cls: Any, bias: bool, act: nn.Module) -> tuple[nn.Module, nn.Module]:
-    fused = cls(HIDDEN, INTERMEDIATE, bias=bias)
+def _glu(cls: Any, bias: bool, act: nn.Module, **options: bool) -> tuple[nn.Module, nn.Module]:
+    fused = cls(HIDDEN, INTERMEDIATE, bias=bias, **options)
     return fused, EagerGLU(fused, act)
 
 
@@ -75,12 +75,15 @@ class Row(NamedTuple):
 
 
 TANH = nn.GELU(approximate="tanh")
+KEEP = {"keep_activation": True}
 TABLE = {
     "linear_relu": Row(_linear_relu, TOKENS, HIDDEN, (2, 4), (1, 3), True, 1),
     "geglu": Row(lambda: _glu(FusedGeGLUMLP, False, TANH), TOKENS, HIDDEN, (5, 10), (2, 4), False, 2),
     "swiglu": Row(lambda: _glu(FusedSwiGLUMLP, False, nn.SiLU()), TOKENS, HIDDEN, (5, 10), (2, 4), False, 2),
     "geglu_bias": Row(lambda: _glu(FusedGeGLUMLP, True, TANH), TOKENS, HIDDEN, (5, 13), (2, 4), False, 2),
     "swiglu_bias": Row(lambda: _glu(FusedSwiGLUMLP, True, nn.SiLU()), TOKENS, HIDDEN, (5, 13), (2, 4), False, 2),
+    "geglu_keep": Row(lambda: _glu(FusedGeGLUMLP, False, TANH, **KEEP), TOKENS, HIDDEN, (5, 10), (2, 4), False, 2),
+    "geglu_bias_keep": Row(lambda: _glu(FusedGeGLUMLP, True, TANH, **KEEP), TOKENS, HIDDEN, (5, 13), (2, 4), False, 2),
     "mlp": Row(_mlp, TOKENS, HIDDEN, (3, 7), (2, 4), False, 2),
     "relu_stack": Row(_stack, 128, 1024, (6, 12), (1, 7), True, 3),
 }
@@ -174,12 +177,13 @@ def test_frozen_biases_reduce_nothing(cls: Any) -> None:
     assert backwards == [2, 2]
 
 
+@pytest.mark.parametrize("options", [{}, KEEP], ids=str)
 @pytest.mark.parametrize("cls", [FusedGeGLUMLP, FusedSwiGLUMLP])
-def test_grouped_products_make_a_step_of_four_launches(cls: Any) -> None:
+def test_grouped_products_make_a_step_of_four_launches(cls: Any, options: dict[str, bool]) -> None:
     """Two forward; backward the hidden kernel, and one launch for dX, dWgate, dWup and dWdown."""
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("the grouped launch is a kernel for compute capability 9.x")
-    layer = cls(HIDDEN, INTERMEDIATE, device="cuda", dtype=DTYPE)
+    layer = cls(HIDDEN, INTERMEDIATE, device="cuda", dtype=DTYPE, **options)
     x = torch.randn(1024, HIDDEN, device="cuda", dtype=DTYPE, requires_grad=True)
     with settings.override(family="gluon"):
         forward, step = _passes(layer, x)

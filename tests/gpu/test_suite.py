@@ -5,7 +5,7 @@ import torch
 from support.autocast_suite import AutocastSuite
 from support.autograd_suite import AutogradSuite
 from support.bad_input_suite import BadInputSuite
-from support.cases import FULL_LEADS, FULL_WIDTHS, SMALL_LEADS, SMALL_WIDTHS, covering_cases
+from support.cases import DTYPES, FULL_LEADS, FULL_WIDTHS, SMALL_LEADS, SMALL_WIDTHS, Case, covering_cases
 from support.fault_suite import FaultSuite
 from support.functorch_suite import FunctorchSuite
 from support.operations import OPERATIONS
@@ -41,6 +41,18 @@ FAMILIES = ["pointer", "tma", "gluon", "small"]
 def test_accuracy_of_each_family(case, device, family):
     with settings.override(family=family):
         check_op(case, device)
+
+
+# On an H200 these take the kernels for small batches, TMA, one launch for the products after the hidden layer, and the
+# warp-specialised kernels with cuBLAS; in fp32 all of it is cuBLAS and a pointwise kernel. every_second: all weights.
+@pytest.mark.parametrize("frozen", ["nothing", "every_second"])
+@pytest.mark.parametrize("bias", ["all", "none"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("tokens", [16, 200, 1024, 8192])
+def test_accuracy_from_a_kept_activation(device, tokens, dtype, bias, frozen):
+    widths = (768, 3072, 768)
+    case = Case("glu_mlp", (tokens,), widths, "gelu_tanh", bias, dtype, frozen=frozen, keep_activation=True)
+    check_op(case, device)
 
 
 @pytest.mark.parametrize("gate_room, up_room", [(0, 8), (16, 0), (8, 24), (0, 3)])

@@ -14,11 +14,12 @@ from .cases import DTYPES, pairwise
 from .compare import assert_matches
 from .fault_suite import SMALL, activation_of, parameters, three_ways
 from .memory import poisoned_memory, unchanged
-from .operations import ACTIVATIONS, OPERATIONS, Tensors
+from .operations import ACTIVATIONS, OPERATIONS, WAYS, Tensors
 from .runner import Outcome, compare, run_tensors
 
 ops = pytest.mark.parametrize("op", list(OPERATIONS))
-recomputing = pytest.mark.parametrize("op", [name for name, op in OPERATIONS.items() if op.recomputes])
+ways = pytest.mark.parametrize("op, options", list(WAYS.values()), ids=list(WAYS))
+recomputing = pytest.mark.parametrize("op", [name for name, op in OPERATIONS.items() if "recompute" in op.options])
 ROWS = 33
 
 
@@ -70,9 +71,9 @@ def assert_same_bits(first: dict[str, Tensor], second: dict[str, Tensor], what: 
 
 
 class AutogradSuite:
-    @ops
+    @ways
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-    def test_requires_grad_patterns(self, device, op, dtype):
+    def test_requires_grad_patterns(self, device, op, options, dtype):
         """Gradients exactly where eager has them, and right there, whatever else is frozen."""
         leaves = leaves_of(op, dtype, device)
         gy = torch.randn(ROWS, SMALL[op][-1]).to(device, dtype)
@@ -84,9 +85,9 @@ class AutogradSuite:
             patterns = [dict(zip(leaves, pattern, strict=True)) for pattern in every]
         patterns += [{name: name == only for name in leaves} for only in leaves]
 
-        def outcome(apply, to, pattern):
+        def outcome(apply, to, pattern, **options):
             mine = {n: t.detach().clone().to(to).requires_grad_(pattern[n]) for n, t in leaves.items()}
-            y = apply(mine, activation_of(op))
+            y = apply(mine, activation_of(op), **options)
             assert y.requires_grad == any(pattern.values())
             if y.requires_grad:
                 y.backward(gy.to(to))
@@ -96,7 +97,7 @@ class AutogradSuite:
             exact = outcome(OPERATIONS[op].plain, torch.float64, pattern)
             eager = outcome(OPERATIONS[op].plain, dtype, pattern)
             with poisoned_memory():
-                ours = outcome(OPERATIONS[op].fused, dtype, pattern)
+                ours = outcome(OPERATIONS[op].fused, dtype, pattern, **options)
             needing = [name for name, needs in pattern.items() if needs]
             compare(f"{op}, requires_grad {needing}", ours, eager, exact)
 
@@ -136,11 +137,9 @@ class AutogradSuite:
         compare(f"{op} penalty", ours, eager, exact, roundings=64)
         assert any(g.abs().max() > 0 for g in ours.gradients.values())
 
-    @ops
-    @pytest.mark.parametrize("recompute", [False, True])
-    def test_second_backward_with_retain_graph(self, device, op, recompute):
+    @ways
+    def test_second_backward_with_retain_graph(self, device, op, options):
         """The second backward gives what the first gave, bit for bit: nothing saved was written over."""
-        options = {"recompute": recompute} if OPERATIONS[op].recomputes else {}
         leaves = requiring(leaves_of(op, torch.float32, device))
         y = call(op, leaves, **options)
         gy = torch.randn_like(y)
@@ -158,8 +157,8 @@ class AutogradSuite:
         for _ in range(3 if device.type == "cuda" else 1):
             assert_same_bits(first, gradients(op, leaves, gy), "from run to run")
 
-    @ops
-    def test_saved_tensors_are_unpacked_once(self, device, op):
+    @ways
+    def test_saved_tensors_are_unpacked_once(self, device, op, options):
         """Offloading and checkpointing hooks may refuse to hand out a saved tensor twice."""
         leaves = requiring(leaves_of(op, torch.float32, device))
         packed: list[Tensor | None] = []
@@ -174,11 +173,11 @@ class AutogradSuite:
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-            y = call(op, leaves)
+            y = call(op, leaves, **options)
         assert packed, "nothing was saved"
         gy = torch.randn_like(y)
         y.backward(gy)
-        plain = gradients(op, leaves, gy)
+        plain = gradients(op, leaves, gy, **options)
         assert_same_bits(plain, {name: t.grad for name, t in leaves.items()}, "under the hooks")
 
     @ops
@@ -238,10 +237,8 @@ class AutogradSuite:
         three_ways(op, leaves, added, torch.float32)
         three_ways(op, leaves, multiplied, torch.float32, roundings=96)
 
-    @ops
-    @pytest.mark.parametrize("recompute", [False, True])
-    def test_nothing_of_the_user_is_written_over(self, device, op, recompute):
-        options = {"recompute": recompute} if OPERATIONS[op].recomputes else {}
+    @ways
+    def test_nothing_of_the_user_is_written_over(self, device, op, options):
         leaves = requiring(leaves_of(op, torch.bfloat16, device))
         gy = torch.randn(ROWS, SMALL[op][-1]).to(device, torch.bfloat16)
         with unchanged(leaves | {"gy": gy}) as check:

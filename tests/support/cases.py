@@ -40,6 +40,7 @@ class Case:
     gradient_layout: str = "contiguous"
     frozen: str = "nothing"
     recompute: bool = False
+    keep_activation: bool = False
     seed: int = 0
 
     def suits(self, family: str) -> bool:
@@ -58,8 +59,13 @@ class Case:
         ]
         parts += [f"bias_{self.bias}", str(self.dtype).removeprefix("torch.")]
         parts += [f"x_{self.x_layout}", f"w_{self.weight_layout}", f"gy_{self.gradient_layout}"]
-        parts += [f"frozen_{self.frozen}"] + ["recompute"] * self.recompute
+        parts += [f"frozen_{self.frozen}", *self.options]
         return ",".join(parts)
+
+    @property
+    def options(self) -> dict[str, bool]:
+        """What the call says of what is kept for backward."""
+        return {name: True for name in ("recompute", "keep_activation") if getattr(self, name)}
 
     @property
     def rows(self) -> int:
@@ -126,10 +132,10 @@ def covering_cases(
         "weight_layout": WEIGHT_LAYOUTS,
         "gradient_layout": GRADIENT_LAYOUTS,
         "frozen": FROZEN,
-        "recompute": (False, True) if operation.recomputes else (False,),
+        "savings": operation.savings,
     }
     cases = []
     for seed, row in enumerate(pairwise(factors)):
         sizes = tuple(row.pop(name) for name in operation.widths)
-        cases.append(Case(op=op, widths=sizes, seed=seed, **row))
+        cases.append(Case(op=op, widths=sizes, seed=seed, **row.pop("savings"), **row))
     return cases

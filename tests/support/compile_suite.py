@@ -13,12 +13,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedmlp
 import fusedmlp.ops
+from fusedmlp import saving
 from fusedmlp.activations import resolve_activation
 
 from .autograd_suite import leaves_of, requiring
 from .compare import relative_error
 from .fault_suite import SMALL, activation_of
-from .operations import OPERATIONS, Tensors
+from .operations import OPERATIONS, WAYS, Tensors
 
 ops = pytest.mark.parametrize("op", list(OPERATIONS))
 TOKENS = (7, 8, 64, 65, 1000, 1, 2, 0, 1000)
@@ -29,7 +30,7 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "FusedMLP": lambda: fusedmlp.FusedMLP(96, 160),
     "FusedReLUMLP": lambda: fusedmlp.FusedReLUMLP((96, 130, 96)),
     "FusedGLUMLP": lambda: fusedmlp.FusedGLUMLP(96, 160, bias=True),
-    "FusedGeGLUMLP": lambda: fusedmlp.FusedGeGLUMLP(96, 160),
+    "FusedGeGLUMLP": lambda: fusedmlp.FusedGeGLUMLP(96, 160, keep_activation=True),
     "FusedSwiGLUMLP": lambda: fusedmlp.FusedSwiGLUMLP(96, 160, recompute=True),
 }
 
@@ -88,7 +89,7 @@ def registered() -> set[str]:
 
 
 def recorded_calls(device: torch.device) -> dict[str, list[tuple[Any, ...]]]:
-    """Arguments for every operator: what training steps hand over, with and without biases."""
+    """Arguments for every operator: what training steps hand over; with biases whatever is kept, and without."""
     with Recorder() as recorder:
         for op in OPERATIONS:
             for bias in (True, False):
@@ -97,8 +98,10 @@ def recorded_calls(device: torch.device) -> dict[str, list[tuple[Any, ...]]]:
                 weights = [leaves[f"{n}_weight"] for n in names]
                 biases = [leaves[f"{n}_bias"] if bias else None for n in names]
                 act = resolve_activation(activation_of(op))
-                for recompute in (False, True) if OPERATIONS[op].recomputes else (False,):
-                    y = fusedmlp.ops.call(op, leaves["x"], weights, biases, act, recompute)
+                for options in OPERATIONS[op].savings if bias else [{}]:
+                    y = fusedmlp.ops.call(
+                        op, leaves["x"], weights, biases, act, saving.level(**{"recompute": False} | options)
+                    )
                     y.backward(torch.randn_like(y))
     return recorder.calls
 
@@ -120,11 +123,9 @@ class CompileSuite:
         yield
         torch._dynamo.reset()
 
-    @ops
-    @pytest.mark.parametrize("recompute", [False, True])
+    @pytest.mark.parametrize("op, options", list(WAYS.values()), ids=list(WAYS))
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-    def test_operations_in_one_graph(self, device, op, recompute, dtype):
-        options = {"recompute": recompute} if OPERATIONS[op].recomputes else {}
+    def test_operations_in_one_graph(self, device, op, options, dtype):
         plain = functional(op, **options)
         compiled = torch.compile(plain, fullgraph=True, backend=self.backend)
         tolerance = 1e-5 if dtype is torch.float32 else 2e-2

@@ -39,7 +39,12 @@ class Operation:
     plain: Callable[[Tensors, str], Tensor]
     fused: Callable[..., Tensor]
     hidden: Callable[..., tuple[int, ...]]
-    recomputes: bool = True
+    options: tuple[str, ...] = ("recompute",)
+
+    @property
+    def savings(self) -> list[dict[str, bool]]:
+        """Every way to say what is kept for backward: the default, and each option by itself."""
+        return [{}, *({name: True} for name in self.options)]
 
     def shapes(self, widths: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
         """Name -> shape of each weight ("<projection>_weight") and bias ("<projection>_bias")."""
@@ -64,13 +69,13 @@ def _plain_glu(t: Tensors, act: str) -> Tensor:
     return F.linear(ACTIVATIONS[act](gate) * up, t["down_weight"], t["down_bias"])
 
 
-def _fused_glu(t: Tensors, act: str, recompute: bool = False) -> Tensor:
+def _fused_glu(t: Tensors, act: str, **options: bool) -> Tensor:
     return fused.glu_mlp(
         t["x"],
         *(t[f"{name}_weight"] for name in ("gate", "up", "down")),
         *(t[f"{name}_bias"] for name in ("gate", "up", "down")),
         activation=act,
-        recompute=recompute,
+        **options,
     )
 
 
@@ -118,7 +123,7 @@ OPERATIONS: dict[str, Operation] = {
             _plain_linear_act,
             _fused_linear_act,
             hidden=lambda K, N: (N,),
-            recomputes=False,
+            options=(),
         ),
         Operation(
             "glu_mlp",
@@ -127,6 +132,7 @@ OPERATIONS: dict[str, Operation] = {
             _plain_glu,
             _fused_glu,
             hidden=lambda D, H, D_out: (H, D_out),
+            options=("recompute", "keep_activation"),
         ),
         Operation(
             "mlp",
@@ -143,7 +149,10 @@ OPERATIONS: dict[str, Operation] = {
             _plain_relu_mlp,
             _fused_relu_mlp,
             hidden=lambda *w: w[1:],
-            recomputes=False,
+            options=(),
         ),
     )
 }
+
+# Every operation with every way to say what is kept for backward.
+WAYS = {"-".join([name, *saving]): (name, saving) for name, op in OPERATIONS.items() for saving in op.savings}

@@ -123,10 +123,9 @@ def _check_once(
     """
     operation = OPERATIONS[case.op]
     if fused is None:
-        extra = {"recompute": case.recompute} if operation.recomputes else {}
 
         def fused(tensors: Tensors) -> Tensor:
-            return operation.fused(tensors, case.activation, **extra)
+            return operation.fused(tensors, case.activation, **case.options)
 
     def plain(tensors: Tensors) -> Tensor:
         return operation.plain(tensors, case.activation)

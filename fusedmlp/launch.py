@@ -170,7 +170,8 @@ class Launch:
 
     def compile(self, device_index: int | None, *args: Any) -> None:
         """Compile, and launch nothing: what a call with these arguments needs is then in Triton's cache on disk."""
-        self.kernel.warmup(*self._public(args), *self.constants, grid=(self.grid,), **self.options)
+        compiled = self.kernel.warmup(*self._public(args), *self.constants, grid=(self.grid,), **self.options)
+        _ = compiled.run  # Triton's launcher of this signature is compiled when it is first asked for
 
     def _flatten(self, call_key: tuple[int, ...], args: tuple[Any, ...]) -> tuple[Any, ...]:
         """The C function's arguments after the stream: addresses for tensors, encoded maps for tiles."""

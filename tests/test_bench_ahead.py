@@ -84,17 +84,22 @@ def test_kernels_of_many_shapes_are_few() -> None:
 
 
 def test_compiling_launches_nothing() -> None:
-    warmed = []
+    warmed: list[object] = []
 
     class Kernel:
-        def warmup(self, *args: object, **options: object) -> None:
+        def warmup(self, *args: object, **options: object) -> Kernel:
             warmed.append((args, options))
+            return self
+
+        @property
+        def run(self) -> None:
+            warmed.append("launcher")
 
     from fusedmlp.launch import Launch
 
     x = torch.zeros(4)
     Launch(Kernel(), 7, (64, "relu"), num_warps=8).compile(0, x, None, 5)
-    assert warmed == [((x, None, 5, 64, "relu"), {"grid": (7,), "num_warps": 8})]
+    assert warmed == [((x, None, 5, 64, "relu"), {"grid": (7,), "num_warps": 8}), "launcher"]
 
 
 def work(folder: str, name: str) -> None:

@@ -8,6 +8,7 @@ So everything here is timed after :data:`SETTLE_US` of the same work, and varian
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -117,15 +118,21 @@ def captured(variants: Mapping[Name, Call], calls: int) -> dict[Name, torch.cuda
 
 def _capture(call: Call, calls: int, pool: Any) -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph()
-    graph.capture_begin(pool=pool)
+    collecting = gc.isenabled()
+    gc.disable()  # the end of another graph or tensor is no part of this one
     try:
-        for i in range(calls):
-            call(i)
-    except BaseException:
-        with contextlib.suppress(RuntimeError):  # what went wrong inside is the reason
-            graph.capture_end()
-        raise
-    graph.capture_end()
+        graph.capture_begin(pool=pool)
+        try:
+            for i in range(calls):
+                call(i)
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # what went wrong inside is the reason
+                graph.capture_end()
+            raise
+        graph.capture_end()
+    finally:
+        if collecting:
+            gc.enable()
     return graph
 
 

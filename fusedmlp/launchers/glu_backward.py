@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..counters import barrier_counters
 from ..kernels.glu_backward import glu_backward_pointer, glu_backward_tma
 from ..kernels.pointwise import glu_act_backward
-from ..launch import Launch, barrier_counters
+from ..launch import Launch
 from ..plan import Plan
 from ..settings import Settings
 from . import gluon

@@ -9,10 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..activations import Activation
+from ..counters import barrier_counters
 from ..kernels.linear_act import linear_act_pointer, linear_act_tma
 from ..kernels.pointwise import act_forward
 from ..kernels.relu_stack import relu_stack
-from ..launch import Launch, barrier_counters
+from ..launch import Launch
 from ..plan import Plan
 from ..settings import Settings
 from . import gluon

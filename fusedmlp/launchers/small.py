@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..counters import barrier_counters
 from ..kernels.small_batch import glu_small, linear_small
-from ..launch import Launch, barrier_counters
+from ..launch import Launch
 from ..plan import Plan
 from ..settings import Settings
 from .common import as_rows, ceil_div, launch_options, linear, prepared, row_stride

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
-from torch import Tensor
+from torch import _C, Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 _launcher: Any = None
@@ -37,6 +37,7 @@ _RAW = {(3, 5), (3, 6)}
 MAX_MAPS = 1024  # tensor maps kept for one argument; an allocator hands out the same addresses again and again
 
 _VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
+_runtime = triton.knobs.runtime
 _BYTES = {"i32": 4, "u32": 4, "i64": 8, "u64": 8}
 
 
@@ -145,7 +146,7 @@ class Launch:
         """Launch on the device's current stream."""
         if self._plan is not None and not _hooked():
             # Its device need not be the current one: the plan knows its own.
-            self._plan(torch._C._cuda_getCurrentRawStream(device_index), *args)  # type: ignore[arg-type]
+            self._plan(_C._cuda_getCurrentRawStream(device_index), *args)  # type: ignore[arg-type]
             return
         if device_index is not None and torch._C._cuda_getDevice() != device_index:
             with torch.cuda.device(device_index):
@@ -158,7 +159,7 @@ class Launch:
             else:
                 self._first(device_index, args)
             return
-        stream = torch._C._cuda_getCurrentRawStream(device_index)  # type: ignore[arg-type]
+        stream = _C._cuda_getCurrentRawStream(device_index)  # type: ignore[arg-type]
         if not self._raw:
             self._launcher(self.grid, 1, 1, stream, *self._args, *self._public(args), *self.constants)
             return
@@ -357,8 +358,5 @@ def _c_function(compiled: Any) -> Any:
 
 def _hooked() -> bool:
     """A profiler such as Proton hooks launches: let Triton launch then, so that it sees them."""
-    hook = triton.knobs.runtime.launch_enter_hook
-    if hook is None:
-        return False
-    calls = getattr(hook, "calls", None)
-    return True if calls is None else bool(calls)
+    hook = _runtime.launch_enter_hook
+    return hook is not None and bool(getattr(hook, "calls", True))

@@ -43,7 +43,7 @@ def linear_act_small(
     pre = torch.empty_like(y) if save_pre else None
     partial = counters = None
     if settings.parts > 1:
-        partial = torch.empty(settings.parts, M, N, dtype=torch.float32, device=x.device)
+        partial = x.new_empty((settings.parts, M, N), dtype=torch.float32)
         counters = barrier_counters(plan.device, tiles_of(settings, M, N))
 
     def make() -> Launch:

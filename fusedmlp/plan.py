@@ -19,7 +19,7 @@ from .settings.tables import Row
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MIN_CAPABILITY = (8, 0)
-MAX_PLANS = 4096  # a plan a token count: a run of free-running lengths must not grow without end
+MAX_PLANS = 512  # a plan a token count, some 30 KiB each: a run of free-running lengths must not grow without end
 
 
 @dataclass

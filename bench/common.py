@@ -277,6 +277,25 @@ def wall_us(variants: dict[str, Call], sets: int, rounds: int = 40, calls: int =
     return times
 
 
+def host_us(variants: dict[str, Call], sets: int, rounds: int = 60, calls: int = 20) -> dict[str, list[float]]:
+    """Time that the host takes to issue a call, in microseconds: blocks of ``calls`` in a row that start with an idle
+    device and do not wait for it.
+
+    A block must be short: where the device's queue of launches (about a thousand) is full, issuing is waiting.
+    """
+    times: dict[str, list[float]] = {name: [] for name in variants}
+    for i, order in enumerate(turns(list(variants), rounds)):
+        for name in order:
+            call = variants[name]
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            for j in range(i, i + calls):
+                call(j % sets)
+            times[name].append((time.perf_counter() - begin) * 1e6 / calls)
+    torch.cuda.synchronize()
+    return times
+
+
 def peak_bytes(call: Call, repeats: int = 3) -> list[float]:
     """Most memory that a call holds above what was allocated before it, in bytes."""
     values = []

@@ -129,11 +129,11 @@ typedef struct {
     CUlaunchAttribute attributes[2];
     int parameter_count, field_count, map_count;
     uint32_t block_bytes;
-    uint32_t offsets[MAX_PARAMETERS];
-    Field *fields;
     Map *maps;
-    void *memory; /* what `maps` and `fields` lie in */
-    _Alignas(64) unsigned char block[MAX_BLOCK];
+    Field *fields;
+    uint32_t *offsets;
+    unsigned char *block;
+    void *memory; /* what the four lie in: no more than they need, since there may be thousands of plans */
 } Kernel;
 
 typedef struct {
@@ -294,6 +294,28 @@ static int add_spec(Kernel *kernel, PyObject *spec, int argument_count) {
     return 0;
 }
 
+static int is_map(PyObject *spec) {
+    PyObject *kind = PyTuple_Check(spec) && PyTuple_Size(spec) ? PyTuple_GetItem(spec, 0) : NULL;
+    return kind && PyUnicode_Check(kind) && !PyUnicode_CompareWithASCIIString(kind, "map");
+}
+
+/* Memory for the most that these parameters can come to: of a map 128 bytes, its sizes and strides, and gaps. */
+static int make_room(Kernel *kernel, PyObject *parameters) {
+    size_t count = (size_t)PyTuple_Size(parameters), maps = 0;
+    for (size_t i = 0; i < count; i++)
+        maps += (size_t)is_map(PyTuple_GetItem(parameters, (Py_ssize_t)i));
+    size_t offsets = count + maps * 2 * MAX_RANK;
+    size_t bytes = count * 16 + maps * (64 + sizeof(CUtensorMap) + 12 * MAX_RANK + 8);
+    kernel->maps = new_aligned(maps * sizeof(Map) + count * sizeof(Field) + offsets * sizeof(uint32_t) + bytes,
+                               &kernel->memory);
+    if (!kernel->maps)
+        return -1;
+    kernel->fields = (Field *)(kernel->maps + maps); /* after the maps, which need the alignment */
+    kernel->offsets = (uint32_t *)(kernel->fields + count);
+    kernel->block = (unsigned char *)(kernel->offsets + offsets);
+    return 0;
+}
+
 /* (name, function, (grid x, y, z), threads, shared bytes, cooperative, dependent, parameters) */
 static int read_kernel(Kernel *kernel, PyObject *spec, int argument_count) {
     const char *name;
@@ -336,10 +358,8 @@ static int read_kernel(Kernel *kernel, PyObject *spec, int argument_count) {
                      (int)MAX_PARAMETERS);
         return -1;
     }
-    kernel->maps = new_aligned((size_t)count * (sizeof(Map) + sizeof(Field)), &kernel->memory);
-    if (!kernel->maps)
+    if (make_room(kernel, parameters))
         return -1;
-    kernel->fields = (Field *)(kernel->maps + count); /* after the maps, which need the alignment */
     for (Py_ssize_t i = 0; i < count; i++)
         if (add_spec(kernel, PyTuple_GetItem(parameters, i), argument_count))
             return -1;

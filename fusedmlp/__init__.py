@@ -23,6 +23,7 @@ from .modules import (
 from .settings import calculate_settings
 
 if TYPE_CHECKING:
+    from ._warmup import WarmupReport, warmup
     from .integrations.transformers import PatchReport, patch, unpatch
     from .profiling.launches import LaunchCounts, count_launches
 
@@ -42,6 +43,7 @@ __all__ = [
     "LaunchCounts",
     "PatchReport",
     "PlanNote",
+    "WarmupReport",
     "calculate_settings",
     "count_launches",
     "explain_plan",
@@ -53,6 +55,7 @@ __all__ = [
     "relu_mlp",
     "resolve_activation",
     "unpatch",
+    "warmup",
 ]
 
 # Beside the line from modules to kernels, so loaded when first asked for.
@@ -62,6 +65,8 @@ _LAZY = {
     "PatchReport": "integrations.transformers",
     "count_launches": "profiling.launches",
     "LaunchCounts": "profiling.launches",
+    "warmup": "_warmup",
+    "WarmupReport": "_warmup",
 }
 
 

@@ -57,7 +57,9 @@ def plain_parts(child: object) -> tuple[Tensor, Tensor | None] | None:
     parameters = state["_parameters"]
     weight: Any = parameters["weight"] if "weight" in parameters else state.get("weight")
     bias: Any = parameters["bias"] if "bias" in parameters else state.get("bias")
-    if not is_plain_tensor(weight) or weight.dim() != 2 or (bias is not None and not is_plain_tensor(bias)):
+    if not (type(weight) is nn.Parameter or is_plain_tensor(weight)) or weight.dim() != 2:
+        return None
+    if not (bias is None or is_plain_tensor(bias)):
         return None
     return weight, bias
 

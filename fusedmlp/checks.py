@@ -12,6 +12,14 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 
 _T = TypeVar("_T")
 
+# Looked up once: these are asked at every call.
+_Parameter = torch.nn.Parameter
+_any_autocast = torch._C._is_any_autocast_enabled
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_tracing_state = torch._C._get_tracing_state
+_transforms_active = torch._C._are_functorch_transforms_active
+_forward_ad = torch.autograd.forward_ad
+
 # One operand: its name as the user knows it, and the tensor.
 Named = tuple[str, Tensor]
 
@@ -21,6 +29,11 @@ def autocasting(device_type: str) -> bool:
     if device_type not in ("cuda", "cpu") and not torch.amp.is_autocast_available(device_type):
         return False
     return torch.is_autocast_enabled(device_type)
+
+
+def no_autocast(x: Tensor) -> bool:
+    """Whether autocast is off wherever it could matter to x; False where that takes a closer look."""
+    return not _any_autocast() and (x.is_cuda or x.is_cpu)
 
 
 def check_call(operation: Any, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> None:
@@ -110,13 +123,14 @@ def plain(tensors: Sequence[Tensor | None]) -> str | None:
     for t in tensors:
         if t is None:
             continue
-        if type(t) is not Tensor and type(t) is not torch.nn.Parameter:
-            return f"a {type(t).__name__} is not a plain tensor"
+        kind = type(t)
+        if kind is not _Parameter and kind is not Tensor:
+            return f"a {kind.__name__} is not a plain tensor"
         if t.is_neg():
             return "a tensor with its negative bit set (a view of a complex one) does not hold its own values"
-    if torch._C._len_torch_dispatch_stack():
+    if _dispatch_modes():
         return "a TorchDispatchMode is active and sees PyTorch's operations only"
-    if torch._C._get_tracing_state() is not None:
+    if _tracing_state() is not None:
         return "inside torch.jit.trace"
     return _transformed()
 
@@ -130,9 +144,9 @@ def plain_while_compiling(tensors: Sequence[Tensor | None]) -> str | None:
 
 
 def _transformed() -> str | None:
-    if torch._C._are_functorch_transforms_active():
+    if _transforms_active():
         return "inside a torch.func transform"
-    if torch.autograd.forward_ad._current_level >= 0:
+    if _forward_ad._current_level >= 0:
         return "inside forward-mode differentiation"
     return None
 

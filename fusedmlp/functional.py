@@ -237,7 +237,7 @@ def _autocast(
     x: Tensor, weights: tuple[Tensor, ...], biases: tuple[Tensor | None, ...]
 ) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor | None, ...]]:
     """Inside autocast, cast as it would for F.linear: every floating tensor of the device but float64."""
-    if not isinstance(x, Tensor) or not checks.autocasting(x.device.type):
+    if not isinstance(x, Tensor) or checks.no_autocast(x) or not checks.autocasting(x.device.type):
         return x, weights, biases
     dtype = torch.get_autocast_dtype(x.device.type)
 

@@ -13,15 +13,16 @@ Four paths, chosen once for each :class:`Launch`:
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
-from concurrent.futures import ThreadPoolExecutor
-from threading import Lock
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 import triton
-from torch import Tensor
+from torch import _C, Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 _launcher: Any = None
@@ -36,6 +37,7 @@ _RAW = {(3, 5), (3, 6)}
 MAX_MAPS = 1024  # tensor maps kept for one argument; an allocator hands out the same addresses again and again
 
 _VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
+_runtime = triton.knobs.runtime
 _BYTES = {"i32": 4, "u32": 4, "i64": 8, "u64": 8}
 
 
@@ -144,18 +146,20 @@ class Launch:
         """Launch on the device's current stream."""
         if self._plan is not None and not _hooked():
             # Its device need not be the current one: the plan knows its own.
-            self._plan(torch._C._cuda_getCurrentRawStream(device_index), *args)  # type: ignore[arg-type]
+            self._plan(_C._cuda_getCurrentRawStream(device_index), *args)  # type: ignore[arg-type]
             return
         if device_index is not None and torch._C._cuda_getDevice() != device_index:
             with torch.cuda.device(device_index):
                 return self(device_index, *args)
         if self._launcher is None or _hooked():
-            compiled = self.kernel[(self.grid,)](*self._public(args), *self.constants, **self.options)
-            adopted = self._launcher is not None or self._plan is not None
-            if not adopted and device_index is not None and compiled is not None and _VERSION in _RUN:
-                self._adopt(compiled, device_index, args)
+            if self._launcher is not None or self._plan is not None or device_index is None:
+                self._by_triton(args)
+            elif torch.cuda.is_current_stream_capturing():
+                self._first_in_capture(device_index, args)
+            else:
+                self._first(device_index, args)
             return
-        stream = torch._C._cuda_getCurrentRawStream(device_index)  # type: ignore[arg-type]
+        stream = _C._cuda_getCurrentRawStream(device_index)  # type: ignore[arg-type]
         if not self._raw:
             self._launcher(self.grid, 1, 1, stream, *self._args, *self._public(args), *self.constants)
             return
@@ -172,6 +176,26 @@ class Launch:
         """Compile, and launch nothing: what a call with these arguments needs is then in Triton's cache on disk."""
         compiled = self.kernel.warmup(*self._public(args), *self.constants, grid=(self.grid,), **self.options)
         _ = compiled.run  # Triton's launcher of this signature is compiled when it is first asked for
+
+    def _by_triton(self, args: tuple[Any, ...]) -> Any:
+        return self.kernel[(self.grid,)](*self._public(args), *self.constants, **self.options)
+
+    def _first(self, device_index: int, args: tuple[Any, ...]) -> None:
+        compiled = self._by_triton(args)
+        if compiled is not None and _VERSION in _RUN:
+            self._adopt(compiled, device_index, args)
+
+    def _first_in_capture(self, device_index: int, args: tuple[Any, ...]) -> None:
+        """A first launch compiles and loads a module, which a capture forbids its thread unless it is relaxed."""
+        try:
+            with _relaxed_capture():
+                self._first(device_index, args)
+        except Exception as error:
+            raise RuntimeError(
+                f"the kernel {getattr(self.kernel, '__name__', self.kernel)} is launched for the first time inside a "
+                f"CUDA graph capture, where it could not be loaded: {error}. Call "
+                f"fusedmlp.warmup(module, token_counts) before the capture"
+            ) from error
 
     def _flatten(self, call_key: tuple[int, ...], args: tuple[Any, ...]) -> tuple[Any, ...]:
         """The C function's arguments after the stream: addresses for tensors, encoded maps for tiles."""
@@ -231,6 +255,21 @@ def _make_tensordesc_arg(descriptor: TensorDescriptor, meta: Any) -> Any:
     from triton.backends.nvidia.driver import make_tensordesc_arg
 
     return make_tensordesc_arg(descriptor, meta)
+
+
+@contextmanager
+def _relaxed_capture() -> Iterator[None]:
+    """This thread may load modules although a graph is captured. From CUDA 12.3 on the driver can do so."""
+    mode = ctypes.c_int(2)  # CU_STREAM_CAPTURE_MODE_RELAXED
+    try:
+        exchange: Any = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
+    except (OSError, AttributeError):  # the driver has another name here: let it say what it thinks of the load
+        exchange = lambda mode: None  # noqa: E731
+    exchange(ctypes.byref(mode))
+    try:
+        yield
+    finally:
+        exchange(ctypes.byref(mode))
 
 
 def path() -> str:
@@ -324,75 +363,5 @@ def _c_function(compiled: Any) -> Any:
 
 def _hooked() -> bool:
     """A profiler such as Proton hooks launches: let Triton launch then, so that it sees them."""
-    hook = triton.knobs.runtime.launch_enter_hook
-    if hook is None:
-        return False
-    calls = getattr(hook, "calls", None)
-    return True if calls is None else bool(calls)
-
-
-_counters: dict[tuple[int, int, int], Tensor] = {}
-_for_graphs: dict[int, Tensor] = {}  # by device: the zeros that are left for captured kernels
-_graph_blocks: list[Tensor] = []  # all that any came from: graphs use them for good
-_lock = Lock()  # of these three
-COUNTERS = 8  # int32: two for each grid barrier of a kernel, up to four barriers
-GRAPH_COUNTERS = 1 << 18  # int32, a mebibyte
-
-
-def barrier_counters(device: torch.device, count: int = COUNTERS) -> Tensor:
-    """At least ``count`` int32 zeros for the grid barriers or arrival counters of one kernel, which leaves them zero.
-
-    One buffer a (device, stream, size): kernels of a stream run in turn. A kernel inside a captured graph gets its
-    own, since the graph may be replayed on any stream beside others.
-    """
-    if device.type != "cuda":
-        return torch.zeros(count, dtype=torch.int32, device=device)
-    if torch._C._cuda_getDevice() != device.index:
-        with torch.cuda.device(device):
-            return barrier_counters(device, count)
-    # Few sizes, none of which is ever replaced: a kernel in flight may still use the buffer.
-    count = max(COUNTERS, triton.next_power_of_2(count))
-    if torch.cuda.is_current_stream_capturing():
-        return _counters_of_graph(device, count)
-    key = (device.index, torch._C._cuda_getCurrentRawStream(device.index), count)
-    found = _counters.get(key)
-    if found is None:
-        made = _zeros_outside_pools(device, count)
-        with _lock:
-            found = _counters.setdefault(key, made)  # another thread's, if it was first
-        supply_graphs(device)
-    return found
-
-
-def supply_graphs(device: torch.device) -> None:
-    """See to it that captures find zeros: made within one, each replay would fill them by a launch."""
-    left = _for_graphs.get(device.index)
-    if left is not None and left.numel() >= GRAPH_COUNTERS // 4:
-        return
-    block = _zeros_outside_pools(device, GRAPH_COUNTERS)
-    with _lock:
-        if _for_graphs.get(device.index) is left:
-            _graph_blocks.append(block)
-            _for_graphs[device.index] = block
-
-
-def _counters_of_graph(device: torch.device, count: int) -> Tensor:
-    with _lock:
-        left = _for_graphs.get(device.index)
-        if left is not None and left.numel() >= count:
-            _for_graphs[device.index] = left[count:]
-            return left[:count]
-    return torch.zeros(count, dtype=torch.int32, device=device)
-
-
-def _zeros_outside_pools(device: torch.device, count: int) -> Tensor:
-    """Counters that live on. A thread of its own allocates them: where the caller's allocations go to the memory pool
-    of a CUDA graph about to be captured, they must not."""
-
-    def allocate() -> Tensor:
-        zeros = torch.zeros(count, dtype=torch.int32, device=device)
-        torch.cuda.current_stream(device).synchronize()  # other streams read them
-        return zeros
-
-    with ThreadPoolExecutor(max_workers=1) as thread:
-        return thread.submit(allocate).result()
+    hook = _runtime.launch_enter_hook
+    return hook is not None and bool(getattr(hook, "calls", True))

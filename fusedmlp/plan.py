@@ -19,7 +19,7 @@ from .settings.tables import Row
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MIN_CAPABILITY = (8, 0)
-MAX_PLANS = 4096  # a plan a token count: a run of free-running lengths must not grow without end
+MAX_PLANS = 512  # a plan a token count, some 30 KiB each: a run of free-running lengths must not grow without end
 
 
 @dataclass
@@ -56,6 +56,7 @@ class Plan:
         # Triton's interpreter computes every fp32 product in full.
         self.dot_precision = "tf32" if self.precision == "tf32" and self.device_index is not None else "ieee"
         self.launchers: Any = None  # the package, imported for the first plan that needs it, since it needs Triton
+        self.rows = False  # x is a [M, K] that every kernel can read where it lies
         self.packed = True  # no weight has room between its rows
         self.pairs = False  # gate and up have one row stride, so that one descriptor may span them
         # Approximate tanh and exp where the result is rounded to 16 bits; the interpreter has no inline assembly.
@@ -106,19 +107,14 @@ def find(
         TypeError, RuntimeError: what was passed in does not fit together, see :mod:`fusedmlp.checks`.
     """
     precision = fp32_precision() if x.dtype is torch.float32 else ""
-    key = (
-        op,
-        activation.name,
-        x.shape,
-        x.stride(),
-        x.dtype,
-        x.device,
-        x.data_ptr() % 16,
-        precision,
-        tuple([(w.shape, w.stride(), w.dtype, w.device, w.data_ptr() % 16) for w in weights]),
-        tuple([None if b is None else (b.shape, b.stride(), b.dtype, b.device, b.data_ptr() % 16) for b in biases]),
-        settings.overridden(),
-    )
+    # Flat: of n weights, then n biases, each five entries or None.
+    parts: list[Any] = [op, activation.name, len(weights), precision, settings.overridden()]
+    for t in (x, *weights, *biases):
+        if t is None:
+            parts.append(None)
+        else:
+            parts += (t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16)
+    key = tuple(parts)
     plan = _plans.get(key)
     if plan is None:
         check_call(OPERATIONS[op], x, weights, biases)
@@ -146,6 +142,7 @@ def _make(
     widths = (K, *(w.shape[0] for w in weights))
     device = x.device
     plan = Plan(op, activation, M, widths, x.dtype, device, precision, _aligned(x, weights))
+    plan.rows = x.dim() == 2 and x.is_contiguous() and x.data_ptr() % 16 == 0
     plan.packed = all(w.stride(0) == w.shape[1] or w.shape[0] <= 1 for w in weights if w.dim() == 2)
     plan.pairs = op == "glu_mlp" and weights[0].stride() == weights[1].stride()
     plan.eager_reason = why_eager(x, M, weights, biases)

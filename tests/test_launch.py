@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
-from fusedmlp import launch
+from fusedmlp import counters, launch
 from fusedmlp.launch import Launch, Tile
 
 
@@ -36,8 +36,9 @@ def compiled():
 
 @pytest.fixture(autouse=True)
 def stream():
-    """Device 0 is the current one, its stream is 7; a CPU build of PyTorch lacks both functions."""
+    """Device 0 is the current one, its stream is 7, no graph is captured; a CPU build of PyTorch cannot tell."""
     with (
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False),
         mock.patch.object(torch._C, "_cuda_getDevice", return_value=0, create=True),
         mock.patch.object(torch._C, "_cuda_getCurrentRawStream", return_value=7, create=True),
         mock.patch.object(launch, "_launcher", None),  # as where it was not built
@@ -280,6 +281,67 @@ def test_offset_moves_the_base():
     assert found.base.data_ptr() == x[:, 8:].data_ptr()
 
 
+class Driver:
+    """In the place of libcuda: the capture mode of the thread."""
+
+    def __init__(self):
+        self.mode = 0
+
+    def cuThreadExchangeStreamCaptureMode(self, reference):
+        self.mode, reference._obj.value = reference._obj.value, self.mode
+
+
+@pytest.fixture
+def capturing():
+    driver = Driver()
+    with (
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True) as asked,
+        mock.patch.object(launch.ctypes, "CDLL", return_value=driver),
+    ):
+        yield SimpleNamespace(driver=driver, asked=asked)
+
+
+def test_a_first_launch_inside_a_capture_may_load_a_module(compiled, capturing):
+    kernel, modes = Kernel(compiled), []
+    kernel.compiled.run.side_effect = lambda *args: modes.append(("run", capturing.driver.mode))
+    original = kernel.__getitem__
+
+    def loading(grid):
+        modes.append(("load", capturing.driver.mode))
+        return original(grid)
+
+    made = Launch(kernel, 5, ())
+    with mock.patch.object(Kernel, "__getitem__", lambda self, grid: loading(grid)):
+        with mock.patch.object(launch, "_c_function", return_value=None):
+            for _ in range(3):
+                made(0, torch.empty(4))
+    assert modes == [("load", 2), ("run", 0), ("run", 0)]  # relaxed while it loads, and never after
+    assert capturing.asked.call_count == 1  # steady launches do not ask
+
+
+def test_a_first_launch_that_fails_inside_a_capture_says_what_to_call(compiled, capturing):
+    class Broken(Kernel):
+        def __getitem__(self, grid):
+            raise ValueError("operation not permitted when stream is capturing")
+
+    made = Launch(Broken(compiled), 5, ())
+    message = r"first time inside a CUDA graph capture.*not permitted.*Call fusedmlp.warmup\(module, token_counts\)"
+    with pytest.raises(RuntimeError, match=message) as caught:
+        made(0, torch.empty(4))
+    assert isinstance(caught.value.__cause__, ValueError)
+    assert capturing.driver.mode == 0
+    capturing.asked.return_value = False
+    with pytest.raises(ValueError, match="not permitted"):  # outside a capture it is the kernel's own fault
+        made(0, torch.empty(4))
+
+
+def test_a_capture_on_a_machine_without_the_drivers_library(compiled, capturing):
+    kernel = Kernel(compiled)
+    with mock.patch.object(launch.ctypes, "CDLL", side_effect=OSError("no such file")):
+        Launch(kernel, 5, ())(0, torch.empty(4))
+    assert len(kernel.public) == 1
+
+
 def test_barrier_counters_belong_to_a_stream_and_a_graph_gets_its_own():
     """Asked of the tensors' device, which need not be the current one."""
     current, capturing = [0], [False]
@@ -302,21 +364,21 @@ def test_barrier_counters_belong_to_a_stream_and_a_graph_gets_its_own():
             torch.cuda, "is_current_stream_capturing", side_effect=lambda: capturing[0] and current[0] == 1
         ),
         mock.patch.object(torch, "zeros", side_effect=lambda *size, **options: object()),
-        mock.patch.object(launch, "_zeros_outside_pools", side_effect=lambda device, count: torch.empty(count)),
-        mock.patch.object(launch, "_counters", {}),
-        mock.patch.object(launch, "_for_graphs", {}),
+        mock.patch.object(counters, "_zeros_outside_pools", side_effect=lambda device, count: torch.empty(count)),
+        mock.patch.object(counters, "_counters", {}),
+        mock.patch.object(counters, "_for_graphs", {}),
     ):
         capturing[0] = True
-        within = launch.barrier_counters(device)  # nothing was made before the capture
+        within = counters.barrier_counters(device)  # nothing was made before the capture
         capturing[0] = False
-        first, second = launch.barrier_counters(device), launch.barrier_counters(device)
-        more, again = launch.barrier_counters(device, 100), launch.barrier_counters(device)
+        first, second = counters.barrier_counters(device), counters.barrier_counters(device)
+        more, again = counters.barrier_counters(device, 100), counters.barrier_counters(device)
         capturing[0] = True
-        captured = [launch.barrier_counters(device, count) for count in (8, 100, launch.GRAPH_COUNTERS, 3)]
+        captured = [counters.barrier_counters(device, count) for count in (8, 100, counters.GRAPH_COUNTERS, 3)]
     assert not isinstance(within, torch.Tensor)
     assert first is second is again
     assert more.numel() >= 100
-    fresh, whole = captured.pop(2), launch.GRAPH_COUNTERS
+    fresh, whole = captured.pop(2), counters.GRAPH_COUNTERS
     assert not isinstance(fresh, torch.Tensor)  # more than is left for graphs
     assert [c.numel() for c in captured] == [8, 128, 8]
     assert [c.storage_offset() for c in captured] == [0, 8, 136]

@@ -49,7 +49,7 @@ LINE = [
 ]
 RANK = {name: len(LINE) - row for row, names in enumerate(LINE) for name in names}
 # Rooms beside the line: they may import all of it, and none of it imports them.
-SIDE = {"profiling", "integrations", "demo", "tune", "hub", "cli", "__main__"}
+SIDE = {"profiling", "integrations", "demo", "tune", "hub", "cli", "_warmup", "__main__"}
 # The one way out of the line: from_safetensors() imports its checkpoint reader when it is called.
 WHEN_CALLED = {(layer, "integrations") for layer in LINE[0]}
 # A lower row names a class of a higher one in its signatures, and nothing else of it.

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from ..activations import Activation
+from ..counters import barrier_counters
 from ..kernels.act_backward import act_backward_pointer, act_backward_tma
 from ..kernels.pointwise import act_grad as act_grad_kernel
-from ..launch import Launch, barrier_counters
+from ..launch import Launch
 from ..plan import Plan
 from ..settings import Settings
 from . import gluon

@@ -104,13 +104,14 @@ def glu_forward(
 ) -> tuple[Tensor | None, Tensor | None]:
     """``(h [M, H] or None, gate_up [M, 2H] or None)``; x of any rank with last dimension D."""
     settings = plan.settings["forward"]
-    H, D = gate_weight.shape
-    tma, warp_specialised = settings.family == "tma", settings.family == "gluon"
-    up_first = pair_order(plan, gate_weight, up_weight) if tma else None
-    if tma and up_first is None:
-        settings, tma = plan.settings["forward.apart"], False
-    x = as_rows(x, D, tma or warp_specialised)
-    M = x.shape[0]
+    M, D, H = plan.M, plan.widths[0], plan.widths[1]
+    tma, warp_specialised, up_first = settings.family == "tma", settings.family == "gluon", None
+    if tma:
+        up_first = pair_order(plan, gate_weight, up_weight)
+        if up_first is None:
+            settings, tma = plan.settings["forward.apart"], False
+    if not plan.rows:
+        x = as_rows(x, D, tma or warp_specialised)
     if settings.family == "pair":
         return _glu_pair(plan, x, gate_weight, up_weight, gate_bias, up_bias, save, store_h)
     h = x.new_empty(M, H) if store_h else None

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..counters import barrier_counters
 from ..kernels.glu_backward import glu_backward_pointer, glu_backward_tma
 from ..kernels.pointwise import glu_act_backward
-from ..launch import Launch, barrier_counters
+from ..launch import Launch
 from ..plan import Plan
 from ..settings import Settings
 from . import gluon
@@ -107,7 +108,7 @@ def glu_backward(
     M = gy.shape[0]
     if settings.family == "pair":
         return _glu_backward_pair(plan, gy, down_weight, gate_up, store_h, bias_grad, down_bias_grad)
-    dgate_up = torch.empty_like(gate_up)
+    dgate_up = gy.new_empty(M, 2 * H)
     h = gy.new_empty(M, H) if store_h else None
     biases = bias_grad or down_bias_grad
     gate_sum = up_sum = gy_sum = dbg = dbu = dbd = counters = None

@@ -9,10 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..activations import Activation
+from ..counters import barrier_counters
 from ..kernels.linear_act import linear_act_pointer, linear_act_tma
 from ..kernels.pointwise import act_forward
 from ..kernels.relu_stack import relu_stack
-from ..launch import Launch, barrier_counters
+from ..launch import Launch
 from ..plan import Plan
 from ..settings import Settings
 from . import gluon
@@ -81,7 +82,8 @@ def linear_act(
     settings = plan.settings[name]
     N, K = weight.shape
     tma, warp_specialised = settings.family == "tma", settings.family == "gluon"
-    x = as_rows(x, K, tma or warp_specialised)
+    if not plan.rows or name != "forward":
+        x = as_rows(x, K, tma or warp_specialised)
     M = x.shape[0]
     if settings.family == "pair":
         return _pair(plan, x, weight, bias, act)
@@ -132,41 +134,25 @@ def relu_layers(
             x, _ = linear_act(plan, f"forward.{i}", x, weight, bias, act, save_pre=False)
             outputs.append(x)
         return outputs
-    x = as_rows(x, weights[0].shape[1], tma=False)
-    M = x.shape[0]
-    outputs = [x.new_empty(M, w.shape[0]) for w in weights]
-    widths = [w.shape[0] for w in weights]
-    most = ceil_div(M, settings.block_m) * max(ceil_div(n, settings.block_n) for n in widths)
-    layers = len(weights)
-    absent = 4 - layers
-    has_bias = [b is not None for b in biases] + [False] * absent
-    launch = prepared(
-        plan,
-        "stack",
-        lambda: Launch(
-            relu_stack,
-            resident_grid(plan, most),
-            (
-                layers,
-                settings.block_m,
-                settings.block_n,
-                settings.block_k,
-                *has_bias,
-                plan.dot_precision,
-            ),
-            **launch_options(settings, cooperative=True),
-        ),
-    )
-    operands = [t for layer in zip(weights, biases, outputs, strict=True) for t in layer] + [None] * (3 * absent)
-    launch(
-        plan.device_index,
-        x,
-        *operands,
-        barrier_counters(plan.device),
-        M,
-        weights[0].shape[1],
-        *widths,
-        *([0] * absent),
-        row_stride(x),
-    )
+    if not plan.rows:
+        x = as_rows(x, plan.widths[0], tma=False)
+    launch = plan.launches.get("stack")
+    if launch is None:
+        launch = plan.launches["stack"] = _stack_launch(plan, settings, biases)
+    outputs = [x.new_empty(plan.M, width) for width in plan.widths[1:]]
+    operands: list[Tensor | None] = []
+    for layer in zip(weights, biases, outputs, strict=True):
+        operands += layer
+    absent = 4 - len(outputs)
+    numbers = (plan.M, *plan.widths, *[0] * absent, row_stride(x))
+    launch(plan.device_index, x, *operands, *[None] * (3 * absent), barrier_counters(plan.device), *numbers)
     return outputs
+
+
+def _stack_launch(plan: Plan, settings: Settings, biases: Sequence[Tensor | None]) -> Launch:
+    most = ceil_div(plan.M, settings.block_m) * max(ceil_div(n, settings.block_n) for n in plan.widths[1:])
+    has_bias = [b is not None for b in biases] + [False] * (4 - len(biases))
+    block = (settings.block_m, settings.block_n, settings.block_k)
+    constants = (len(biases), *block, *has_bias, plan.dot_precision)
+    options = launch_options(settings, cooperative=True)
+    return Launch(relu_stack, resident_grid(plan, most), constants, **options)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..counters import barrier_counters
 from ..kernels.small_batch import glu_small, linear_small
-from ..launch import Launch, barrier_counters
+from ..launch import Launch
 from ..plan import Plan
 from ..settings import Settings
 from .common import as_rows, ceil_div, launch_options, linear, prepared, row_stride
@@ -42,7 +43,7 @@ def linear_act_small(
     pre = torch.empty_like(y) if save_pre else None
     partial = counters = None
     if settings.parts > 1:
-        partial = torch.empty(settings.parts, M, N, dtype=torch.float32, device=x.device)
+        partial = x.new_empty((settings.parts, M, N), dtype=torch.float32)
         counters = barrier_counters(plan.device, tiles_of(settings, M, N))
 
     def make() -> Launch:

@@ -95,7 +95,7 @@ def captured(variants: Mapping[Name, Call], calls: int) -> dict[Name, torch.cuda
     Results are thrown away, and the graphs share their memory: together they hold no more than the largest of them.
     That is sound where replays follow each other on one stream, since every graph writes before it reads.
     """
-    from ..launch import supply_graphs
+    from ..counters import supply_graphs
 
     graphs = {}
     torch.cuda.synchronize()

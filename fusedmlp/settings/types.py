@@ -48,4 +48,5 @@ class Settings:
         if self.family == "pair":
             return "pair (cuBLAS + pointwise)"
         tile = f"{self.block_m}x{self.block_n}x{self.block_k}"
-        return f"{self.family} {tile} warps {self.warps} stages {self.stages} parts {self.parts}"
+        text = f"{self.family} {tile} warps {self.warps} stages {self.stages} parts {self.parts}"
+        return text if self.group == 8 else f"{text} group {self.group}"

@@ -30,8 +30,8 @@ def tma(m: int, n: int, k: int, parts: int, warps: int, stages: int, ctas: int) 
     return Settings("tma", m, n, k, parts=parts, warps=warps, stages=stages, ctas_per_sm=ctas)
 
 
-def gluon(m: int, n: int, k: int, parts: int, warps: int, stages: int) -> Settings:
-    return Settings("gluon", m, n, k, parts=parts, warps=warps, stages=stages)
+def gluon(m: int, n: int, k: int, parts: int, warps: int, stages: int, group: int = 8) -> Settings:
+    return Settings("gluon", m, n, k, group=group, parts=parts, warps=warps, stages=stages)
 
 
 def small(n: int, k: int, stages: int, splits: int = 1, warps: int = 4) -> Settings:
@@ -47,8 +47,10 @@ CANDIDATES = {
     "glu": (
         Settings("pair"),
         gluon(128, 128, 64, 1, 8, 4),
+        gluon(128, 128, 64, 1, 8, 4, group=16),
         gluon(128, 128, 64, 2, 8, 4),
         gluon(128, 64, 64, 1, 4, 6),
+        gluon(128, 64, 64, 1, 4, 6, group=16),
         gluon(128, 64, 64, 1, 4, 5),
         gluon(64, 128, 64, 1, 4, 4),
         gluon(64, 64, 64, 1, 4, 6),
@@ -95,6 +97,7 @@ CANDIDATES = {
         Settings("pair"),
         gluon(128, 128, 64, 2, 4, 4),
         gluon(128, 128, 64, 4, 4, 4),
+        gluon(128, 128, 64, 4, 4, 4, group=16),
         gluon(64, 128, 64, 2, 4, 4),
         gluon(64, 128, 64, 4, 4, 4),
         tma(128, 128, 64, 2, 8, 4, 1),
@@ -137,6 +140,7 @@ CANDIDATES = {
         Settings("pair"),
         gluon(128, 128, 64, 2, 4, 6),
         gluon(128, 256, 64, 4, 8, 4),
+        gluon(128, 256, 64, 4, 8, 4, group=16),
         gluon(64, 128, 64, 2, 4, 6),
         tma(128, 256, 64, 2, 8, 4, 1),
         tma(128, 128, 64, 2, 8, 4, 1),

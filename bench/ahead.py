@@ -1,11 +1,12 @@
 """Compile ahead, in several processes at once: what a run needs is then in the caches on disk (Triton's, Inductor's).
 
 One kernel takes seconds to compile on one core, and a run that measures must not keep a GPU waiting for that: with 16
-cores the 150 candidates of a sweep take about half a minute. What fails here is left to the run itself, which says why.
+cores the 150 candidates of a sweep should take half a minute. What fails is left to the run itself, which says why.
 """
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import sys
@@ -110,3 +111,7 @@ def first_calls(op: str, shape: Shape, variants: Sequence[str], dtype: str, devi
         case.forward(name)(0)
         case.step(name)(0)
     case.wait()
+    del case
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()  # the other processes need it

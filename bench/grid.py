@@ -13,9 +13,9 @@ evenly. The file is written after every shape that ends 5 s after the last write
 commit, GPU and PyTorch: cells that have all variants are not measured again. With an unknown commit, or changes on top,
 all is measured anew; set BENCH_COMMIT where there is no git.
 
-What it costs, on an H200: about 0.4 s a shape up to 2048 tokens, 2 to 6 s above, 6 minutes in all; and the first calls.
-torch.compile compiles three graphs a shape, 3 to 6 s on one core: --jobs does that ahead. compile_dynamic, one set of
-kernels for all tokens, is there to be chosen with --variants instead.
+What it should cost on an H200 (an estimate): 0.4 s a shape up to 2048 tokens, 2 to 6 s above, 6 minutes in all; and the
+first calls. torch.compile compiles three graphs a shape, 3 to 6 s on one core: --jobs does that ahead, within half of
+the minutes. compile_dynamic, one set of kernels for all tokens, is there to be chosen with --variants instead.
 
 Exit code: 0; 1 where a variant raised or nothing was measured; 2 where there is no GPU.
 """

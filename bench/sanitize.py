@@ -7,7 +7,7 @@
 
 No CUDA graphs, and no caching of memory: every tensor is an allocation of its own, whose end the tools know. Float64
 and eager PyTorch, which say how far a result may be off (tests/support/compare.py), run on the CPU, where no tool slows
-them. Compile first: the kernels are then in Triton's cache, and a tool's run takes about half a minute.
+them. Compile first: the kernels are then in Triton's cache, and a tool's run should take half a minute.
 
 Exit code: 0; 1 where a result is wrong, a kernel that a case is for was not launched, or a tool found something; 2
 where there is no GPU or no compute-sanitizer.

@@ -6,10 +6,11 @@
 Candidates, measuring and the choice are those of ``python -m fusedmlp tune`` (fusedmlp/tune); this keeps every
 measurement too, and takes what it measured in bfloat16 for float16.
 
-What it costs, on an H200: a kernel at a shape takes 0.2 to 0.6 s (1 to 2 s where a call takes 10 ms and more), once its
-candidates are compiled. Each candidate compiles once for all shapes whose widths are multiples of 16, 1 to 5 s on one
-core and 150 of them in all: --jobs N compiles them ahead in N processes, each with a CUDA context of half a GB. Both
-files are written after every kernel of a width, with what is measured until then; --minutes ends the run in time.
+What it should cost on an H200 (an estimate; every line that it prints has its seconds): 0.2 to 0.6 s for a kernel at a
+shape, 1 to 2 s where a call takes 10 ms and more, once its candidates are compiled. Each of these compiles once for all
+shapes whose widths are multiples of 16, 1 to 5 s on one core and 150 of them in all: --jobs N compiles them ahead in N
+processes, each with a CUDA context of half a GB. Both files are written after every kernel of a width, with what is
+measured until then; --minutes ends the run in time.
 """
 
 from __future__ import annotations

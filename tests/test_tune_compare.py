@@ -68,16 +68,24 @@ def run(device: Device, sets: int = 3) -> tuple[dict[Settings, list[float]], dic
 
 
 def test_the_hopeless_keep_their_look_and_the_others_are_timed_together(device: Device):
+    device.us = {PAIR: 300.0, BEST: 100.0, NEAR: 149.0, SLOW: 151.0}
     found, left_out = run(device)
     assert not left_out
-    assert device.captured == [([PAIR, BEST, NEAR], 30)]  # 300 us of calls of 10
-    assert found[SLOW] == [15.1]
-    assert found[BEST] == [10.0] * 16 and len(found[NEAR]) == len(found[PAIR]) == 16
+    assert device.captured == [([PAIR, BEST, NEAR], 3)]  # 300 us of calls of 100
+    assert found[SLOW] == [151.0]
+    assert found[BEST] == [100.0] * 16 and len(found[NEAR]) == len(found[PAIR]) == 16
     assert device.spent < 3 * 50_000  # of device time: 0.05 s a candidate
 
 
+def test_looks_at_short_calls_reject_none(device: Device):
+    """They time the host, whose noise is not the candidate's."""
+    device.us[SLOW] = 149.0
+    found, _ = run(device)
+    assert all(len(times) > 1 for times in found.values())
+
+
 def test_a_pair_that_is_the_fastest_does_not_reject_the_fused(device: Device):
-    device.us[PAIR] = 1.0
+    device.us = {PAIR: 10.0, BEST: 100.0, NEAR: 149.0, SLOW: 151.0}
     found, _ = run(device)
     assert [len(found[c]) for c in device.us] == [16, 16, 16, 1]
 

@@ -13,6 +13,7 @@ from ..settings.types import Settings
 from .timing import Call, captured, look_us, replays_us, settle_graphs
 
 HOPELESS = 1.5  # times the best look
+LEAST_HOPELESS_US = 150.0  # looks at shorter calls may have timed the host, and reject none
 GRAPH_US = 300.0  # a graph holds about so much work, or one call on each input set
 MOST_CALLS = 48
 # Of timed replays a candidate, in microseconds, within these rounds.
@@ -46,7 +47,7 @@ def _promising(looks: dict[Settings, float]) -> list[Settings]:
     """Fused kernels are held against the best of them: it is the choice also where the pair is faster, but may not
     serve."""
     best = min((us for c, us in looks.items() if c.family != "pair"), default=0.0)
-    return [c for c, us in looks.items() if c.family == "pair" or us <= HOPELESS * best]
+    return [c for c, us in looks.items() if c.family == "pair" or us <= max(HOPELESS * best, LEAST_HOPELESS_US)]
 
 
 def graph_calls(sets: int, us: float) -> int:

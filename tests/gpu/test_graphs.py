@@ -248,7 +248,7 @@ layer = fusedmlp.FusedGeGLUMLP(256, 512, bias=True, device="cuda", dtype=torch.b
 x, gy = (torch.randn(64, 256, device="cuda", dtype=torch.bfloat16) for _ in range(2))
 layer(x.requires_grad_()).backward(gy)
 torch.cuda.synchronize()
-x, gy = (torch.randn(37, 256, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+x, gy = (torch.randn(3000, 256, device="cuda", dtype=torch.bfloat16) for _ in range(2))
 x.requires_grad_()
 graph = torch.cuda.CUDAGraph()
 with loads() as found, torch.cuda.graph(graph):

@@ -71,12 +71,18 @@ class Distances:
 
 
 def measured(paths: Iterable[Path]) -> dict[tuple[str, tuple[int, int, int]], dict[str, float]]:
-    """(op, (tokens, hidden, intermediate)) -> settings in words -> microseconds; later files win."""
+    """(op, (tokens, hidden, intermediate)) -> settings in words -> microseconds.
+
+    Of a shape in several files the latest run counts. A candidate that was looked at once and timed no further is left out.
+    """
     found: dict[tuple[str, tuple[int, int, int]], dict[str, float]] = {}
-    for path in paths:
-        for r in common.load(path)["rows"]:
-            shape = (r["tokens"], r["hidden"], r["intermediate"])
-            found.setdefault((r["op"], shape), {})[r["variant"]] = r["median"]
+    for content in sorted((common.load(path) for path in paths), key=lambda content: str(content["date"])):
+        run: dict[tuple[str, tuple[int, int, int]], dict[str, float]] = {}
+        for r in content["rows"]:
+            if r["n"] > 1:
+                shape = (r["tokens"], r["hidden"], r["intermediate"])
+                run.setdefault((r["op"], shape), {})[r["variant"]] = r["median"]
+        found |= run
     return found
 
 
@@ -90,7 +96,7 @@ def distances(paths: Iterable[Path], info: DeviceInfo = NO_TABLE) -> Distances:
         where = f"{op} [{M}, {shape[1]} -> {shape[2]}]: {chosen}"
         # The rule of the tables asks of settings nothing but their family.
         pairs: list[tuple[Settings, float]] = [(Settings(name.split()[0]), us) for name, us in times.items()]
-        table = choose(op, torch.bfloat16, pairs)
+        table = choose(op, M, torch.bfloat16, pairs)
         if chosen in times and table is not None:
             result.found.append(Distance(op, shape, chosen, times[chosen], table.us))
         elif family not in {name.split()[0] for name in times}:

@@ -29,13 +29,15 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench import ahead, common
+from bench.heuristic import measured
 from fusedmlp.settings.device import info
-from fusedmlp.tune.candidates import CANDIDATES, NOT_TABLED, PASS, Choice, choose, sizes
+from fusedmlp.tune.candidates import CANDIDATES, NOT_TABLED, PASS, Choice, candidates, choose, sizes
 from fusedmlp.tune.files import merged, today, write_table
 from fusedmlp.tune.measure import METHOD, measure
 
 WIDTHS = ((384, 1536), (768, 3072), (1024, 4096), (2304, 9216), (4096, 14336))
 TOKENS = (16, 64, 128, 1024, 2048, 8192)
+HEAD = ("gpu", "torch", "triton", "date")
 
 
 def sweep(op: str, M: int, D: int, H: int, dtype: torch.dtype, rows: list[dict[str, Any]]) -> Choice | None:
@@ -46,7 +48,7 @@ def sweep(op: str, M: int, D: int, H: int, dtype: torch.dtype, rows: list[dict[s
         print(f"  left out: {op} [{M}, {D} -> {H}] {candidate}: {reason}")
     for candidate, times in found.times:
         rows.append(common.row(op, PASS[op], (M, D, H), str(candidate), "graph_us", times))
-    chosen = choose(op, dtype, found.medians)
+    chosen = choose(op, M, dtype, found.medians)
     if chosen is not None:
         took = time.perf_counter() - begin
         print(f"{op:13s} [{M:5d}, {D:4d} -> {H:5d}] {chosen.us:8.1f} us  {chosen.settings}  ({took:.1f} s)", flush=True)
@@ -61,6 +63,28 @@ def table_rows(op: str, M: int, D: int, H: int, found: Choice) -> list[dict[str,
         timed = found.row() if dtype == "bfloat16" else {"settings": asdict(found.settings)}
         rows.append({**row, **timed})
     return rows
+
+
+def from_results(paths: Sequence[str]) -> list[dict[str, Any]]:
+    """The rows of a table that the rule makes of result files; needs no GPU."""
+    rows = []
+    for (op, (M, D, H)), times in sorted(measured([Path(path) for path in paths]).items()):
+        by_name = {str(c): c for c in candidates(op, M, tma=True, gluon=True)}
+        found = choose(op, M, torch.bfloat16, [(by_name[name], us) for name, us in times.items() if name in by_name])
+        if found is not None and op not in NOT_TABLED:
+            rows += table_rows(op, M, D, H, found)
+    return rows
+
+
+def rebuild(paths: Sequence[str], out: str | None) -> int:
+    if out is None:
+        print("--from-results needs --out, the table to make", file=sys.stderr)
+        return 2
+    newest = max((common.load(path) for path in paths), key=lambda content: str(content["date"]))
+    rows = from_results(paths)
+    write_table(Path(out), {**{name: newest[name] for name in HEAD}, "method": METHOD}, rows)
+    print(f"{len(rows)} rows to {out}")
+    return 0
 
 
 class Sweep:
@@ -102,12 +126,20 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--log", help="all measurements (default: bench/results/<gpu>/sweep.json)")
     made.add_argument("--jobs", type=int, default=0, metavar="N", help="compile all candidates ahead in N processes")
     made.add_argument("--minutes", type=float, default=float("inf"), help="begin no kernel of a width after that")
+    made.add_argument(
+        "--from-results",
+        nargs="+",
+        metavar="FILE",
+        help="measure nothing: make the table --out anew, of these files alone (what is shipped: of sweep*.json)",
+    )
     return made
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     begin = time.perf_counter()
+    if args.from_results:
+        return rebuild(args.from_results, args.out)
     try:
         gpu = common.need_gpu()
     except common.BenchError as error_:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import sys
@@ -14,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from bench import common, grid, heuristic, plots, report, summary  # noqa: E402
+from bench import sweep as sweep_bench  # noqa: E402
 from fusedmlp.settings.heuristic import settings  # noqa: E402
 
 CEILINGS = {"copy_tb_s": 4.0, "read_tb_s": 4.1, "gemm_tflop_s": 800.0}
@@ -135,7 +137,7 @@ def test_a_readme_shows_all_files_and_the_plots(
 
 
 def sweep(tmp_path: Path, name: str, op: str, shape: tuple[int, int, int], **times: float) -> Path:
-    rows = [common.row(op, "forward", shape, v.replace("_", " "), "graph_us", [t]) for v, t in times.items()]
+    rows = [common.row(op, "forward", shape, v.replace("_", " "), "graph_us", [t, t]) for v, t in times.items()]
     return common.write(common.result("sweep", rows, CEILINGS, "NVIDIA H200"), tmp_path / f"{name}.json")
 
 
@@ -154,5 +156,35 @@ def test_distances_from_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[
     text = capsys.readouterr().out
     assert "takes 1.270 of the table's at the median of 2 kernels and shapes; at worst 1.500: glu [16384" in text
     assert "not measured: glu [2048, 768 -> 3072]: gluon" in text and "1 shapes were swept before" in text
+    looked = common.load(near)
+    looked["rows"] = [{**r, "n": 1, "median": 9.0, "low": 9.0} for r in looked["rows"]]
+    once = common.write(looked, tmp_path / "sweep-f.json")
+    assert [d.ratio for d in heuristic.distances([near, once]).found] == [1.04]  # one look is no measurement
     later = sweep(tmp_path, "sweep-e", "glu", shape, **{taken: 100.0})
     assert heuristic.distances([near, later]).median == 1.0
+
+
+def test_a_table_is_made_of_result_files(tmp_path: Path) -> None:
+    """Without a GPU: the rule's choice of each shape, of the latest run, for both 16-bit dtypes."""
+    other, pair = "tma 64x64x64 warps 4 stages 4 parts 1", "pair (cuBLAS + pointwise)"
+    small = {other: 30.0, "tma 64x32x128 warps 4 stages 4 parts 1": 20.0, pair: 25.0}
+    first = sweep(tmp_path, "sweep", "glu", (128, 768, 3072), **small)
+    again = sweep(tmp_path, "sweep-b", "act_backward", (16, 768, 3072), **{other: 90.0, pair: 30.0})
+    table = tmp_path / "table.json"
+    files = [str(first), str(again)]
+    assert sweep_bench.main(["--from-results", *files, "--out", str(table)]) == 0
+    content = json.loads(table.read_text())
+    assert content["gpu"] == "NVIDIA H200" and "rows" in content
+    found = {(r["op"], r["dtype"], r["M"]): r["settings"]["family"] for r in content["rows"]}
+    dtypes = ("bfloat16", "float16")
+    expected = {("glu", d, 128): "tma" for d in dtypes} | {("act_backward", d, 16): "pair" for d in dtypes}
+    assert found == expected
+    assert [r["us"] for r in content["rows"] if "us" in r] == [30.0, 20.0]
+    assert sweep_bench.main(["--from-results", *files]) == 2
+
+
+def test_the_shipped_table_is_made_of_the_committed_results() -> None:
+    folder = common.RESULTS / "h200"
+    made = sweep_bench.from_results([str(path) for path in sorted(folder.glob("sweep*.json"))])
+    shipped = json.loads((common.ROOT / "fusedmlp" / "settings" / "nvidia-h200.json").read_text())["rows"]
+    assert made == shipped

@@ -50,18 +50,18 @@ def _forget() -> Iterator[None]:
 
 
 def test_the_fastest_fused_kernel_is_taken():
-    choice = choose("glu", BF16, [(PAIR, 20.0), (LARGE, 12.0), (SMALL, 11.0)])
+    choice = choose("glu", 512, BF16, [(PAIR, 20.0), (LARGE, 12.0), (SMALL, 11.0)])
     assert choice is not None
     assert (choice.settings, choice.us, choice.pair_us, choice.fused_us) == (SMALL, 11.0, 20.0, None)
-    assert choose("glu", BF16, []) is None
+    assert choose("glu", 512, BF16, []) is None
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_a_pair_must_save_its_launch_and_serves_some_ops(op: str):
     fused = 200.0
 
-    def takes_pair(saved: float, dtype: torch.dtype = BF16) -> bool:
-        choice = choose(op, dtype, [(PAIR, fused - saved), (SMALL, fused)])
+    def takes_pair(saved: float, dtype: torch.dtype = BF16, tokens: int = 257) -> bool:
+        choice = choose(op, tokens, dtype, [(PAIR, fused - saved), (SMALL, fused)])
         assert choice is not None and choice.pair_us == fused - saved
         assert choice.fused_us == (fused if choice.settings == PAIR else None)
         return choice.settings == PAIR
@@ -69,14 +69,16 @@ def test_a_pair_must_save_its_launch_and_serves_some_ops(op: str):
     must_save = 0.0 if op in PAIR_IS_FREE else PAIR_MUST_SAVE
     assert not takes_pair(must_save - 1)
     assert takes_pair(must_save + 1) is (op in PAIR_MAY_SERVE)
+    # With few tokens the hidden layer that it holds is small.
+    assert takes_pair(must_save + 1, tokens=256) and not takes_pair(must_save - 1, tokens=256)
     # In float32, where the heuristic takes cuBLAS everywhere, every op may.
     assert takes_pair(must_save + 1, torch.float32) and not takes_pair(must_save - 1, torch.float32)
 
 
 def test_only_a_pair_that_may_serve_serves_alone():
-    alone = choose("glu_backward", BF16, [(PAIR, 9.0)])
+    alone = choose("glu_backward", 512, BF16, [(PAIR, 9.0)])
     assert alone is not None and (alone.settings, alone.pair_us, alone.fused_us) == (PAIR, 9.0, None)
-    assert choose("glu", BF16, [(PAIR, 9.0)]) is None
+    assert choose("glu", 512, BF16, [(PAIR, 9.0)]) is None
 
 
 def test_candidates_suit_what_they_are_for():

@@ -22,10 +22,13 @@ def tma_dtype(dtype: torch.dtype) -> bool:
 _PAIR_FROM = {"glu_backward": 3e10}
 # Tiles of 128 x 128 that keep the warp-specialised kernels' programs busy: two warpgroups each, on 132 multiprocessors.
 _GLUON_FROM = {"glu": 64, "glu_backward": 130, "linear_act": 130, "act_backward": 130}
+_GLUON_TOKENS = {"glu": 256, "glu_backward": 64, "linear_act": 256, "act_backward": 64}  # more than
 # Tokens at which the three products after the gated backward share a launch. Below, cuBLAS splits the sums where that
 # fills the device; above, and for wide layers sooner, each product fills it alone.
 _GROUPED_TOKENS = range(513, 2049)
 _GROUPED_WEIGHT = 1024 * 4096  # beyond 1024 tokens, a weight of this size at most
+# For few tokens cuBLAS reads weights of this size (N K) so much faster that it makes up for a launch more.
+_STREAMED_BY_CUBLAS = 7e7
 # Tokens up to which the kernels for small batches serve an operation in 16 bits.
 _SMALL_UP_TO = {"glu": 16, "down": 16}
 
@@ -40,7 +43,7 @@ def family(op: str, M: int, N: int, K: int, dtype: torch.dtype, tma: bool, gluon
         return "small"
     if op == "down":
         return "pair"
-    if gluon and M > 256 and _tiles(M, N, 128, 128) >= _GLUON_FROM[op]:
+    if gluon and M > _GLUON_TOKENS[op] and _tiles(M, N, 128, 128) >= _GLUON_FROM[op]:
         return "gluon"
     if info.slug == "interpreter":
         return "tma" if tma else "pointer"
@@ -50,8 +53,10 @@ def family(op: str, M: int, N: int, K: int, dtype: torch.dtype, tma: bool, gluon
         return "pair"
     if M * N * K >= _PAIR_FROM.get(op, float("inf")):
         return "pair"
-    if op == "dual_dgrad" and M > 512 and 1536 <= N < 3072:
-        return "pair"  # cuBLAS has tiles for these widths that a power of two has not
+    if op == "dual_dgrad" and N > 1024 and (M <= 32 or M > 256):
+        return "pair"  # cuBLAS has tiles for such widths that a power of two has not, and splits sums where M is small
+    if op in ("linear_act", "glu_backward", "act_backward") and M <= 32 and N * K >= _STREAMED_BY_CUBLAS:
+        return "pair"
     return "tma" if tma else "pointer"
 
 
@@ -124,12 +129,10 @@ def _gluon(op: str, M: int, N: int, K: int) -> Settings:
     if op == "linear_act":
         return Settings("gluon", 64 if tiles < 250 else 128, 128, 64, parts=2, warps=4, stages=6)
     if op in ("glu_backward", "act_backward"):
-        return Settings("gluon", 64 if tiles < 200 else 128, 128, 64, parts=2, warps=4, stages=4)
-    if tiles < 130:
-        return Settings("gluon", 64, 64, 64, warps=4, stages=6)
-    if K >= 4096 or (K >= 2048 and tiles >= 2000):
-        return Settings("gluon", 128, 128, 64, warps=8, stages=4)
-    return Settings("gluon", 128, 64, 64, warps=4, stages=6)
+        small = tiles < 200 and M > 256
+        parts = 2 if small and op == "act_backward" else 4
+        return Settings("gluon", 64 if small else 128, 128, 64, parts=parts, warps=4, stages=4)
+    return Settings("gluon", 64 if tiles < 128 else 128, 64, 64, warps=4, stages=6)
 
 
 def _tma(m: int, n: int, k: int, *, parts: int = 1, warps: int = 4, stages: int = 4, ctas: int = 1) -> Settings:
@@ -184,7 +187,9 @@ def _act_backward(M: int, N: int, K: int) -> Settings:
 
 def _dual_dgrad(M: int, N: int, K: int) -> Settings:
     if M <= 256:
-        return _tma(64, 16, 128, stages=5, ctas=2) if N < 1536 else _tma(64, 64, 128, stages=6)
+        if N < 1024:
+            return _tma(64, 16, 128, stages=5, ctas=2)
+        return _tma(64, 64, 128, stages=6) if N < 5120 else _tma(64, 128, 128)
     if N >= 1536:
         return _tma(128, 256, 64, parts=2, warps=8)
     tiles = _tiles(M, N, 64, 128)

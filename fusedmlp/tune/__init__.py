@@ -169,7 +169,7 @@ def _measure_one(job: Job, measure: Measure, table: TableFile, report: TuneRepor
     if found is not None:
         for candidate, why in found.left_out:
             shown.note(f"left out: {job} {candidate}: {why}")
-        choice = choose(job.op, DTYPES[job.dtype][0], found.medians)
+        choice = choose(job.op, job.M, DTYPES[job.dtype][0], found.medians)
         if choice is not None:
             counts = {"timed": len(found.times), "left_out": len(found.left_out)}
             table.add({**job.row, **choice.row(), **counts})

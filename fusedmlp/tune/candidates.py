@@ -19,6 +19,7 @@ from ..settings.types import GLUON_ONLY_OPS, SMALL_TOKENS, Settings
 PAIR_MUST_SAVE = 25.0
 # The table may take it where it holds no more memory than eager does; elsewhere it is measured to be compared with.
 PAIR_MAY_SERVE = ("glu_backward", "dual_dgrad", "glu_grads", "down")
+PAIR_MAY_SERVE_TOKENS = 256  # at most: there a hidden layer more is small beside the weights, for any op
 # Of these the pair need not pay for itself. Three separate products against one launch: where they are the faster the
 # device is busy long enough to hide the host. The last product: cuBLAS alone is one launch too.
 PAIR_IS_FREE = ("glu_grads", "down")
@@ -248,18 +249,19 @@ class Choice:
         return {"settings": asdict(self.settings), **{k: round(us, 3) for k, us in times.items() if us is not None}}
 
 
-def choose(op: str, dtype: torch.dtype, measured: Sequence[tuple[Settings, float]]) -> Choice | None:
+def choose(op: str, tokens: int, dtype: torch.dtype, measured: Sequence[tuple[Settings, float]]) -> Choice | None:
     """The fastest of the measured (settings, microseconds); None of none.
 
-    The pair must save :data:`PAIR_MUST_SAVE` (but for :data:`PAIR_IS_FREE`), and serves the ops of
-    :data:`PAIR_MAY_SERVE` alone. In float32, where the heuristic takes it everywhere, it may serve every op.
+    The pair must save :data:`PAIR_MUST_SAVE` (but for :data:`PAIR_IS_FREE`). With more than
+    :data:`PAIR_MAY_SERVE_TOKENS` it serves the ops of :data:`PAIR_MAY_SERVE` alone. In float32, where the heuristic
+    takes it everywhere, it may serve every op.
     """
     fused = [(us, settings) for settings, us in measured if settings.family != "pair"]
     pairs = [(us, settings) for settings, us in measured if settings.family == "pair"]
     best = min(fused, key=lambda found: found[0], default=None)
     pair = min(pairs, key=lambda found: found[0], default=None)
     pair_us = pair[0] if pair else None
-    may_serve = op in PAIR_MAY_SERVE or dtype == torch.float32
+    may_serve = op in PAIR_MAY_SERVE or tokens <= PAIR_MAY_SERVE_TOKENS or dtype == torch.float32
     must_save = 0.0 if op in PAIR_IS_FREE else PAIR_MUST_SAVE
     if pair and may_serve and (best is None or pair[0] + must_save < best[0]):
         return Choice(pair[1], pair[0], pair[0], best[0] if best else None)

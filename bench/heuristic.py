@@ -73,7 +73,7 @@ class Distances:
 def measured(paths: Iterable[Path]) -> dict[tuple[str, tuple[int, int, int]], dict[str, float]]:
     """(op, (tokens, hidden, intermediate)) -> settings in words -> microseconds.
 
-    Of a shape in several files the latest run counts. A candidate that was looked at once and timed no further is left out.
+    Of a shape in several files the latest run counts. A candidate looked at once and timed no further is left out.
     """
     found: dict[tuple[str, tuple[int, int, int]], dict[str, float]] = {}
     for content in sorted((common.load(path) for path in paths), key=lambda content: str(content["date"])):

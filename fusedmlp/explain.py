@@ -123,7 +123,10 @@ def _serving(plan: Plan) -> dict[str, Settings]:
     """The settings of the kernels of ours that run."""
     ours = {name: _settings(plan, name) for name in plan.settings if not name.endswith(".apart")}
     if "grads" in ours:  # one launch for several products, or nothing of ours
-        ours.pop("dgrad" if ours["grads"].family == "gluon" else "grads")
+        for name in ("dgrad", "wgrads") if ours["grads"].family == "gluon" else ("grads",):
+            del ours[name]
+        if "wgrads" in ours and ours["wgrads"].family == "pair":
+            del ours["wgrads"]
     if "down" in ours and ours["down"].family == "pair":
         del ours["down"]  # cuBLAS alone
     return ours
@@ -184,7 +187,8 @@ def _glu_mlp(plan: Plan, save: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
     if grads.family == "gluon":
         return (*forward, *down), (*again, *hidden, f"dX, dWgate, dWup and dWdown [{grads}]")
     dgrad = _kernel(plan, "dgrad", "dX over gate and up", ("cuBLAS dX of gate", "cuBLAS dX of up, added"))
-    return (*forward, *down), (*again, *hidden, *dgrad, "cuBLAS dWgate and dWup", "cuBLAS dWdown")
+    wgrads = _kernel(plan, "wgrads", "dWgate, dWup and dWdown", ("cuBLAS dWgate and dWup", "cuBLAS dWdown"))
+    return (*forward, *down), (*again, *hidden, *dgrad, *wgrads)
 
 
 def _mlp(plan: Plan, save: int) -> tuple[tuple[str, ...], tuple[str, ...]]:

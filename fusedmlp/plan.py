@@ -228,6 +228,7 @@ def _choose_glu_mlp(plan: Plan) -> None:
     plan.choose("down", "down", D_out, H)
     plan.choose("backward", "glu_backward", H, D_out)
     plan.choose("grads", "glu_grads", H, D)
+    plan.choose("wgrads", "glu_weight_grads", H, D)
     plan.choose("dgrad", "dual_dgrad", D, H)
     # For gate and up weights that one descriptor cannot span, which only their addresses tell.
     plan.choose("forward.apart", "glu", H, D, tma=False)

@@ -27,8 +27,9 @@ PARTS = 8  # tests that share the launches of one case, so that all workers have
 # Tokens and widths that reach every row of the tables and every branch of the heuristic, which
 # test_every_setting_is_among_them checks. All tokens are multiples of 16: others change how M is specialised and
 # nothing else of a kernel.
-TOKENS = (16, 32, 64, 128, 256, 1024, 2048, 8192)
-WIDTHS = ((64, 256), (384, 1536), (768, 3072), (1024, 4096), (2304, 9216), (4096, 14336))
+TOKENS = (16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
+WIDTHS = ((64, 256), (384, 1536), (768, 3072), (1024, 4096), (2304, 9216), (4096, 1024))
+WIDTHS += ((2560, 10240), (4096, 11008), (4096, 14336), (8192, 28672))
 # Where the heuristic and the tables are asked what they may answer: both sides of every threshold.
 ASKED_TOKENS = (1, 16, 32, 33, 64, 65, 128, 129, 256, 257, 512, 513, 1024, 1025, 2048, 2049, 8192, 8193, 1 << 20)
 ASKED_WIDTHS = (32, 64, 72, 384, 768, 1016, 1024, 1032, 1536, 2040, 2048, 2304, 3072, 4096, 8184, 8192, 9216, 14336)
@@ -75,7 +76,8 @@ CASES = [
 
 
 def _run_all(dtype: torch.dtype, tokens: int, D: int, H: int, activation: str, biases: bool, train: bool) -> None:
-    """Every operation, forward and with ``train`` backward, of the gated MLP that which stores no activation too."""
+    """Every operation, forward and with ``train`` backward; of the gated MLP those too that store no activation, and
+    that have a frozen weight."""
 
     def make(*shape: int) -> torch.Tensor:
         return torch.empty(*shape, dtype=dtype, device="meta", requires_grad=train)
@@ -83,11 +85,17 @@ def _run_all(dtype: torch.dtype, tokens: int, D: int, H: int, activation: str, b
     x = make(tokens, D)
     gate, up, down = make(H, D), make(H, D), make(D, H)
     b_gate, b_up, b_down = (make(H), make(H), make(D)) if biases else (None, None, None)
-    gated = partial(functional.glu_mlp, x, gate, up, down, b_gate, b_up, b_down, activation)
+    others = b_gate, b_up, b_down, activation
+    gated = partial(functional.glu_mlp, x, gate, up, down, *others)
     calls = (
         partial(functional.linear_act, x, gate, b_gate, activation),
         gated,
-        *([partial(gated, keep_activation=True)] if train else []),
+        # dX has a launch of its own where a weight is frozen.
+        *(
+            [partial(gated, keep_activation=True), partial(functional.glu_mlp, x, gate.detach(), up, down, *others)]
+            if train
+            else []
+        ),
         partial(functional.mlp, x, gate, down, b_gate, b_down, activation),
         partial(functional.relu_mlp, x, [gate, down], [b_gate, b_down]),
     )
@@ -186,8 +194,8 @@ def answers(case: Case) -> set[tuple[str, Settings]]:
 def is_compiled(op: str, wanted: Settings, recorded: list[Recorded]) -> bool:
     tile = (wanted.block_m, wanted.block_n, wanted.block_k, wanted.group, wanted.parts, wanted.warps, wanted.stages)
     name = {"relu_stack": op, "down": "linear_small"}.get(op, f"{op}_{wanted.family}")
-    if wanted.family == "gluon" and op != "glu_grads":
-        name = f"hidden_{'backward' if 'backward' in op else 'forward'}_gluon"
+    if wanted.family == "gluon":
+        name = "glu_grads_gluon" if "grads" in op else f"hidden_{'backward' if 'backward' in op else 'forward'}_gluon"
     tiles = [entry.tile for entry in recorded if entry.name == name]
     return any(all(a in (None, b) for a, b in zip(found, tile, strict=True)) for found in tiles)
 

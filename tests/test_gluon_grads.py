@@ -175,14 +175,14 @@ def test_faults_are_noticed(right, wrong, monkeypatch):
         all_shapes()
 
 
-def launched(dtype=torch.bfloat16, H=3072, D=768, frozen=(), apart=False, device="nvidia-h200", **forced):
+def launched(dtype=torch.bfloat16, H=3072, D=768, frozen=(), apart=False, device="nvidia-h200", tokens=8192, **forced):
     """What a step of a gated MLP launches of ours, in order, and what is said of it."""
 
     def make(rows: int, columns: int, name: str = "", pad: int = 0) -> Tensor:
         base = torch.empty(rows, columns + pad, dtype=dtype, device="meta")
         return base[:, :columns].requires_grad_(name not in frozen)
 
-    operands = make(8192, D, "x"), make(H, D, "gate"), make(H, D, "up", 64 if apart else 0), make(D, H, "down")
+    operands = make(tokens, D, "x"), make(H, D, "gate"), make(H, D, "up", 64 if apart else 0), make(D, H, "down")
     with settings.override(**forced), pretended(DEVICES[device]) as recorded:
         note = explain_plan(lambda: functional.glu_mlp(*operands, activation="gelu_tanh")).notes[0]
         y = functional.glu_mlp(*operands, activation="gelu_tanh")
@@ -205,6 +205,25 @@ def test_a_step_that_is_forced_to_group_them_makes_one_launch_of_the_three():
         assert "grads: gluon" in note.settings and "dgrad" not in note.settings
 
 
+def test_with_few_tokens_the_weights_gradients_share_a_launch_and_dx_has_its_own():
+    for tokens, frozen in ((16, ()), (512, ()), (512, ("x",))):
+        names, note = launched(tokens=tokens, frozen=frozen)
+        assert names[0].startswith(("glu_", "hidden_")) and names[1] == "glu_grads_gluon"
+        if frozen:
+            assert len(names) == 2
+        elif tokens > 32:
+            assert names[2:] == ["dual_dgrad_tma"]
+        assert note.backward[-1].startswith("dWgate, dWup and dWdown [gluon 128x128x64")
+        assert "wgrads: gluon" in note.settings and "dgrad: " in note.settings and " grads: " not in note.settings
+    assert launched(tokens=1024)[0][1:] == ["glu_grads_gluon"]  # with dX
+    assert "glu_grads_gluon" not in launched(tokens=4096)[0]
+
+
+def test_forced_to_share_a_launch_the_weights_do_so_without_dx():
+    names, _ = launched(family="gluon", frozen=("x",))
+    assert names == ["hidden_backward_gluon", "glu_grads_gluon"]
+
+
 @pytest.mark.parametrize(
     "case",
     [
@@ -215,7 +234,7 @@ def test_a_step_that_is_forced_to_group_them_makes_one_launch_of_the_three():
         {"family": "gluon", "H": 3076},
         {"family": "gluon", "D": 764},
         {"family": "gluon", "device": "nvidia-b200"},
-        *({"family": "gluon", "frozen": (name,)} for name in NAMES),
+        *({"family": "gluon", "frozen": (name,)} for name in NAMES[1:]),
     ],
     ids=str,
 )

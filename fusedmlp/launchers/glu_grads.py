@@ -1,4 +1,4 @@
-"""The launch of the grouped products after the gated backward: dX, dWgate with dWup, dWdown."""
+"""The launch of the grouped products after the gated backward: dWgate with dWup, dWdown, and dX where it fits in."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from ..launch import Launch
 from ..plan import Plan
 from ..settings import Settings
 from . import gluon
-from .common import as_rows, ceil_div, half_tiles, persistent_grid, prepared, rows_tile
+from .common import as_rows, ceil_div, half_tiles, persistent_grid, rows_tile
 
 
 def _launch(
     plan: Plan,
     settings: Settings,
     gy: Tensor,
-    h: Tensor | None,
+    h: Tensor,
     x: Tensor,
     gate_weight: Tensor,
     up_weight: Tensor,
     dx: Tensor | None,
-    dgate_up_weight: Tensor | None,
-    ddown_weight: Tensor | None,
+    dgate_up_weight: Tensor,
+    ddown_weight: Tensor,
 ) -> Launch:
     from ..kernels.gluon.glu_grads import glu_grads_gluon
 
@@ -31,22 +31,17 @@ def _launch(
     columns = n // settings.parts
     dgate_tile, dup_tile = half_tiles(M, H, m, k)
     dgate_t_tile, dup_t_tile = half_tiles(M, H, k, m)
+    dgate_rows = rows_tile(dgate_up_weight[:H], m, columns)
+    dup_rows = dgate_rows._replace(offset=H * D)
     tiles_of = {0: dgate_tile, 2: rows_tile(gate_weight, k, n), 4: dgate_t_tile}
-    tiles = 0
+    tiles_of |= {5: dup_t_tile, 6: rows_tile(x, k, n), 10: dgate_rows, 11: dup_rows}
+    tiles_of |= {7: rows_tile(gy, k, m), 8: rows_tile(h, k, n), 12: rows_tile(ddown_weight, m, columns)}
+    tiles = 2 * ceil_div(H, m) * ceil_div(D, n) + ceil_div(D_out, m) * ceil_div(H, n)
     if dx is not None:
         tiles_of |= {1: dup_tile, 3: rows_tile(up_weight, k, n), 9: rows_tile(dx, m, columns)}
         tiles += ceil_div(M, m) * ceil_div(D, n)
-    if dgate_up_weight is not None:
-        dgate_rows = rows_tile(dgate_up_weight[:H], m, columns)
-        dup_rows = dgate_rows._replace(offset=H * D)
-        tiles_of |= {5: dup_t_tile, 6: rows_tile(x, k, n), 10: dgate_rows, 11: dup_rows}
-        tiles += 2 * ceil_div(H, m) * ceil_div(D, n)
-    if ddown_weight is not None:
-        assert h is not None
-        tiles_of |= {7: rows_tile(gy, k, m), 8: rows_tile(h, k, n), 12: rows_tile(ddown_weight, m, columns)}
-        tiles += ceil_div(D_out, m) * ceil_div(H, n)
     buffers = gluon.store_buffers(plan, settings, n, columns, 2)
-    needs = (dx is not None, dgate_up_weight is not None, ddown_weight is not None)
+    needs = (dx is not None, True, True)
     constants = (gluon.stages(settings), buffers, settings.group, columns, *needs)
     grid = persistent_grid(plan, tiles, settings)
     return Launch(glu_grads_gluon, grid, constants, tiles_of, num_warps=settings.warps)
@@ -54,33 +49,30 @@ def _launch(
 
 def glu_grads(
     plan: Plan,
+    name: str,
     gy: Tensor,
-    h: Tensor | None,
+    h: Tensor,
     dgate_up: Tensor,
     x: Tensor,
     gate_weight: Tensor,
     up_weight: Tensor,
-    needs_x: bool = True,
-    needs_gate_up: bool = True,
-    needs_down: bool = True,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """``(dX [M, D], dWgate above dWup [2H, D], dWdown [D_out, H])``, None for what was not asked for.
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    """``(dX [M, D], dWgate above dWup [2H, D], dWdown [D_out, H])``; dX with the settings "grads", None with "wgrads".
 
-    gy: contiguous, aligned [M, D_out]; h: [M, H], needed for dWdown; dgate_up: contiguous [M, 2H].
+    gy: contiguous, aligned [M, D_out]; h: [M, H]; dgate_up: contiguous [M, 2H].
     """
+    needs_x = name == "grads"
     M, D_out = gy.shape
     H, D = gate_weight.shape
     x = as_rows(x, D, tma=True)
     dx = gy.new_empty(M, D) if needs_x else None
-    dgate_up_weight = gy.new_empty(2 * H, D) if needs_gate_up else None
-    ddown_weight = gy.new_empty(D_out, H) if needs_down else None
-    launch = prepared(
-        plan,
-        ("grads", needs_x, needs_gate_up, needs_down),
-        lambda: _launch(
-            plan, plan.settings["grads"], gy, h, x, gate_weight, up_weight, dx, dgate_up_weight, ddown_weight
-        ),
-    )
+    dgate_up_weight = gy.new_empty(2 * H, D)
+    ddown_weight = gy.new_empty(D_out, H)
+    launch = plan.launches.get(name)
+    if launch is None:
+        launch = plan.launches[name] = _launch(
+            plan, plan.settings[name], gy, h, x, gate_weight, up_weight, dx, dgate_up_weight, ddown_weight
+        )
     launch(
         plan.device_index,
         dgate_up,
@@ -88,10 +80,10 @@ def glu_grads(
         gate_weight,
         up_weight if needs_x else None,
         dgate_up,
-        dgate_up if needs_gate_up else None,
-        x if needs_gate_up else None,
-        gy if needs_down else None,
-        h if needs_down else None,
+        dgate_up,
+        x,
+        gy,
+        h,
         dx,
         dgate_up_weight,
         dgate_up_weight,

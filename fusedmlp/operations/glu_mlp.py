@@ -87,10 +87,13 @@ def backward(
         )
         dgate_up, made, dbg, dbu, dbd = hidden
         h = made if kept is None else kept
-        if needs_x and needs_gate and needs_up and needs_down and plan.settings["grads"].family == "gluon":
-            dx, dwgu, dwd = plan.launchers.glu_grads.glu_grads(plan, gy, h, dgate_up, x, gate, up)
-            assert dwgu is not None
+        grouped = _grouped(plan, needs)
+        if grouped is not None:
+            dx, dwgu, dwd = plan.launchers.glu_grads.glu_grads(plan, grouped, gy, h, dgate_up, x, gate, up)
             dwg, dwu = torch.unsafe_split(dwgu, gate.shape[0])
+            if needs_x and dx is None:
+                del hidden, made, h
+                dx = run.dual_dgrad(plan, dgate_up, gate, up)
         else:
             if needs_down:
                 assert h is not None
@@ -103,6 +106,16 @@ def backward(
         dwd = torch.mm(gy.t(), run.glu_act(plan, gate_up) if kept is None else kept)
         dbd = gy.sum(0) if needs_bd else None
     return dx, dwg, dwu, dwd, dbg if needs_bg else None, dbu if needs_bu else None, dbd
+
+
+def _grouped(plan: Plan, needs: Sequence[bool]) -> str | None:
+    """The name of the settings of a launch for several products; None where each has its own."""
+    needs_x, needs_gate, needs_up, needs_down = needs[:4]
+    if not (needs_gate and needs_up and needs_down):
+        return None
+    if needs_x and plan.settings["grads"].family == "gluon":
+        return "grads"
+    return "wgrads" if plan.settings["wgrads"].family == "gluon" else None
 
 
 def _weight_grads(

@@ -27,6 +27,8 @@ _GLUON_TOKENS = {"glu": 256, "glu_backward": 64, "linear_act": 256, "act_backwar
 # fills the device; above, and for wide layers sooner, each product fills it alone.
 _GROUPED_TOKENS = range(513, 2049)
 _GROUPED_WEIGHT = 1024 * 4096  # beyond 1024 tokens, a weight of this size at most
+# Tokens up to which dX, a few tiles of long sums, would keep the weight gradients waiting: these share a launch alone.
+_GROUPED_WEIGHTS_UP_TO = 512
 # For few tokens cuBLAS reads weights of this size (N K) so much faster that it makes up for a launch more.
 _STREAMED_BY_CUBLAS = 7e7
 # Tokens up to which the kernels for small batches serve an operation in 16 bits.
@@ -36,6 +38,8 @@ _SMALL_UP_TO = {"glu": 16, "down": 16}
 def family(op: str, M: int, N: int, K: int, dtype: torch.dtype, tma: bool, gluon: bool, info: DeviceInfo) -> str:
     if op == "relu_stack":
         return "pointer"
+    if op == "glu_weight_grads":
+        return "gluon" if gluon and M <= _GROUPED_WEIGHTS_UP_TO else "pair"
     if op == "glu_grads":
         fits = M in _GROUPED_TOKENS and (M <= 1024 or N * K <= _GROUPED_WEIGHT)
         return "gluon" if gluon and fits else "pair"
@@ -123,7 +127,7 @@ def _small(op: str, M: int, N: int, dtype: torch.dtype, info: DeviceInfo, aligne
 
 
 def _gluon(op: str, M: int, N: int, K: int) -> Settings:
-    if op == "glu_grads":
+    if op in ("glu_grads", "glu_weight_grads"):
         return Settings("gluon", 128, 128, 64, parts=2, warps=4, stages=6)
     tiles = _tiles(M, N, 128, 128)
     if op == "linear_act":

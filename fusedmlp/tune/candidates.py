@@ -18,13 +18,13 @@ from ..settings.types import GLUON_ONLY_OPS, SMALL_TOKENS, Settings
 # 768 -> 3072, the pair would save 22 in the gated backward, and stays unused.
 PAIR_MUST_SAVE = 25.0
 # The table may take it where it holds no more memory than eager does; elsewhere it is measured to be compared with.
-PAIR_MAY_SERVE = ("glu_backward", "dual_dgrad", "glu_grads", "down")
+PAIR_MAY_SERVE = ("glu_backward", "dual_dgrad", "glu_grads", "glu_weight_grads", "down")
 PAIR_MAY_SERVE_TOKENS = 256  # at most: there a hidden layer more is small beside the weights, for any op
 # Of these the pair need not pay for itself. Three separate products against one launch: where they are the faster the
 # device is busy long enough to hide the host. The last product: cuBLAS alone is one launch too.
 PAIR_IS_FREE = ("glu_grads", "down")
-# Not in tables: it wins in a window of tokens, which rows that stand for ranges do not describe. See the heuristic.
-NOT_TABLED = ("glu_grads",)
+# Not in tables: they win in a window of tokens, which rows that stand for ranges do not describe. See the heuristic.
+NOT_TABLED = ("glu_grads", "glu_weight_grads")
 
 
 def tma(m: int, n: int, k: int, parts: int, warps: int, stages: int, ctas: int) -> Settings:
@@ -120,6 +120,13 @@ CANDIDATES = {
         gluon(128, 128, 64, 1, 4, 5),
         gluon(64, 128, 64, 2, 4, 6),
     ),
+    "glu_weight_grads": (
+        Settings("pair"),
+        gluon(128, 128, 64, 2, 4, 6),
+        gluon(128, 128, 64, 2, 4, 5),
+        gluon(128, 128, 64, 1, 4, 5),
+        gluon(64, 128, 64, 2, 4, 6),
+    ),
     "dual_dgrad": (
         Settings("pair"),
         tma(128, 256, 64, 2, 8, 4, 1),
@@ -189,6 +196,7 @@ PASS = {
     "linear_act": "forward",
     "glu_backward": "backward",
     "glu_grads": "backward",
+    "glu_weight_grads": "backward",
     "dual_dgrad": "backward",
     "act_backward": "backward",
 }

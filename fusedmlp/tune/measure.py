@@ -27,7 +27,7 @@ from ..launchers.small import down
 from ..plan import Plan
 from ..settings.device import info
 from ..settings.heuristic import tma_dtype
-from ..settings.types import Settings
+from ..settings.types import GLUON_ONLY_OPS, Settings
 from .candidates import DTYPES, candidates
 from .compare import times_of
 from .files import DeviceLost
@@ -42,6 +42,7 @@ KERNEL = {
     "down": "down",
     "glu_backward": "backward",
     "glu_grads": "grads",
+    "glu_weight_grads": "wgrads",
     "dual_dgrad": "dgrad",
     "linear_act": "forward",
     "act_backward": "backward",
@@ -52,6 +53,7 @@ READS = {
     "down": ("h", "down"),
     "glu_backward": ("gy", "down", "gate_up"),
     "glu_grads": ("gy", "h", "dgate_up", "x", "gate", "up"),
+    "glu_weight_grads": ("gy", "h", "dgate_up", "x"),
     "dual_dgrad": ("dgate_up", "gate", "up"),
     "linear_act": ("x", "gate", "bias"),
     "act_backward": ("gy", "down", "pre"),
@@ -117,31 +119,30 @@ Result = Tensor | tuple[Tensor, ...]
 def plan_of(op: str, p: Problem, candidate: Settings) -> Plan:
     act = resolve_activation("gelu_tanh")
     # The separate products are what serves without the launch that groups them: dX by a kernel of ours, as it may be.
-    separate = op == "glu_grads" and candidate.family == "pair"
+    separate = op in GLUON_ONLY_OPS and candidate.family == "pair"
     with settings.override(**({} if separate else asdict(candidate))):
         if op in ("linear_act", "act_backward"):
             return plans.find("mlp", act, p.x, (p.gate, p.down), (p.bias, None))
         plan = plans.find("glu_mlp", act, p.x, (p.gate, p.up, p.down), (None, None, None))
     if separate:
-        plan.settings["grads"] = candidate
+        plan.settings[KERNEL[op]] = candidate
     return plan
 
 
-def run_grads(plan: Plan, p: Problem) -> tuple[Tensor, ...]:
-    """dX, dWgate above dWup, dWdown."""
-    if plan.settings["grads"].family == "gluon":
-        dx, dgate_up_weight, ddown = glu_grads(plan, p.gy, p.h, p.dgate_up, p.x, p.gate, p.up)
-        assert dx is not None and dgate_up_weight is not None and ddown is not None
-        return dx, dgate_up_weight, ddown
+def run_grads(plan: Plan, name: str, p: Problem) -> tuple[Tensor, ...]:
+    """dWgate above dWup and dWdown; with "grads" dX before them."""
+    if plan.settings[name].family == "gluon":
+        dx, dgate_up_weight, ddown = glu_grads(plan, name, p.gy, p.h, p.dgate_up, p.x, p.gate, p.up)
+        return (dgate_up_weight, ddown) if dx is None else (dx, dgate_up_weight, ddown)
     ddown = torch.mm(p.gy.t(), p.h)
-    dx = dual_dgrad(plan, p.dgate_up, p.gate, p.up)
-    return dx, torch.mm(p.dgate_up.t(), p.x), ddown
+    before = [dual_dgrad(plan, p.dgate_up, p.gate, p.up)] if name == "grads" else []
+    return *before, torch.mm(p.dgate_up.t(), p.x), ddown
 
 
 def run_ours(op: str, plan: Plan, p: Problem) -> Result:
     act = plan.activation
-    if op == "glu_grads":
-        return run_grads(plan, p)
+    if op in GLUON_ONLY_OPS:
+        return run_grads(plan, KERNEL[op], p)
     if op == "glu":
         h, _ = glu_forward(plan, p.x, p.gate, p.up, None, None, save=True)
         assert h is not None
@@ -167,6 +168,8 @@ def run_torch(op: str, p: Problem) -> Result:
     if op == "glu_grads":
         both = torch.cat([p.gate, p.up])
         return p.dgate_up @ both, p.dgate_up.t() @ p.x, p.gy.t() @ p.h
+    if op == "glu_weight_grads":
+        return p.dgate_up.t() @ p.x, p.gy.t() @ p.h
     gelu = torch.nn.functional.gelu
     if op == "dual_dgrad":
         return torch.addmm(p.dgate_up[:, :H] @ p.gate, p.dgate_up[:, H:], p.up)

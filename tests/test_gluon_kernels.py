@@ -238,6 +238,8 @@ FAULTS = [
     (FORWARD, "    tma.store_wait(BUFFERS - 1)\n", ""),
     (FORWARD, "    tma.store_wait(0)\n", ""),
     (FORWARD, "(own_tile & 1) ^ (1 - WHO)", "(own_tile & 1) ^ WHO"),
+    (FORWARD, "                g0, g1, g2 = g1, g2, g3\n", ""),
+    (FORWARD, "gl.cdiv(H - column, PART)", "gl.cdiv(H - column, PART) - 1"),
 ]
 
 

@@ -64,7 +64,8 @@ def _normal(x, FAST: tl.constexpr):
         # Halved, since the distribution is half of 1 + erf; its tail beyond |x|:
         series = -0.142248368 + t * (0.7107068705 + t * (-0.7265760135 + t * 0.5307027145))
         tail = (t * (0.127414796 + t * series)) * e
-        cdf = tl.where(x < 0.0, tail, 1.0 - tail)
+        half = 0.5 - tail  # in this form, which needs the fewest registers
+        cdf = 0.5 + tl.where(x < 0.0, -half, half)
     else:
         e = _exp(-0.5 * x * x)
         cdf = 0.5 + 0.5 * tl.erf(x * _SQRT_HALF)

@@ -116,6 +116,21 @@ def column_halves(x, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
+def column_parts(x, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """x in two or four parts of COLUMNS, from left to right; of two the right one again, twice."""
+    PARTS: gl.constexpr = x.shape[1] // COLUMNS
+    if PARTS == 2:
+        p0, p1 = column_halves(x, ROWS, COLUMNS)
+        p2, p3 = p1, p1
+    else:
+        gl.static_assert(PARTS == 4)
+        left, right = column_halves(x, ROWS, 2 * COLUMNS)
+        p0, p1 = column_halves(left, ROWS, COLUMNS)
+        p2, p3 = column_halves(right, ROWS, COLUMNS)
+    return p0, p1, p2, p3
+
+
+@gluon.jit
 def row_halves(x, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
     """``[2 ROWS, COLUMNS]`` -> upper, lower; register renaming for four warps and ROWS a multiple of 64."""
     return gl.split(gl.permute(gl.reshape(x, [2, ROWS, COLUMNS]), (1, 2, 0)))

@@ -15,6 +15,7 @@ from ..common import round_as_stored
 from .common import (
     async_load,
     column_halves,
+    column_parts,
     finish,
     multiply,
     new_barriers,
@@ -74,7 +75,6 @@ def _part(
     row,
     column,
     H,
-    WIDTH: gl.constexpr,
     BUFFERS: gl.constexpr,
     ACT: gl.constexpr,
     GATED: gl.constexpr,
@@ -82,39 +82,25 @@ def _part(
     STORE_H: gl.constexpr,
     FAST_MATH: gl.constexpr,
 ):
-    """The epilogue of WIDTH columns of a tile, a store's columns at a time; returns the number of the next store."""
-    ROWS: gl.constexpr = h_desc.block_type.shape[0]
+    """The epilogue of a store's columns of a tile; returns the number of the next store."""
     DTYPE: gl.constexpr = h_desc.dtype
-    if WIDTH != h_desc.block_type.shape[1]:
-        HALF: gl.constexpr = WIDTH // 2
-        gate0, gate1 = column_halves(gate, ROWS, HALF)
-        if GATED:
-            up0, up1 = column_halves(up, ROWS, HALF)
-        else:
-            up0, up1 = gate0, gate1
-        # fmt: off
-        out = _part(gate0, up0, gate_bias_ptr, up_bias_ptr, h_desc, g_desc, u_desc, outs, out, row, column, H, HALF,
-                    BUFFERS, ACT, GATED, SAVE, STORE_H, FAST_MATH)
-        out = _part(gate1, up1, gate_bias_ptr, up_bias_ptr, h_desc, g_desc, u_desc, outs, out, row, column + HALF, H,
-                    HALF, BUFFERS, ACT, GATED, SAVE, STORE_H, FAST_MATH)
-        # fmt: on
-    else:
-        if gate_bias_ptr is not None:
-            gate = _add_bias(gate, gate_bias_ptr, column, H, WIDTH)
-        gate = gate.to(DTYPE)  # rounded first, as eager does: backward starts from the same values
+    COLUMNS: gl.constexpr = h_desc.block_type.shape[1]
+    if gate_bias_ptr is not None:
+        gate = _add_bias(gate, gate_bias_ptr, column, H, COLUMNS)
+    gate = gate.to(DTYPE)  # rounded first, as eager does: backward starts from the same values
+    if SAVE:
+        out = put(gate, g_desc, outs, out, row, column, BUFFERS)
+    if GATED:
+        if up_bias_ptr is not None:
+            up = _add_bias(up, up_bias_ptr, column, H, COLUMNS)
+        up = up.to(DTYPE)
         if SAVE:
-            out = put(gate, g_desc, outs, out, row, column, BUFFERS)
+            out = put(up, u_desc, outs, out, row, column, BUFFERS)
+    if STORE_H:
+        h = activate(gate.to(gl.float32), ACT, FAST_MATH)
         if GATED:
-            if up_bias_ptr is not None:
-                up = _add_bias(up, up_bias_ptr, column, H, WIDTH)
-            up = up.to(DTYPE)
-            if SAVE:
-                out = put(up, u_desc, outs, out, row, column, BUFFERS)
-        if STORE_H:
-            h = activate(gate.to(gl.float32), ACT, FAST_MATH)
-            if GATED:
-                h = round_as_stored(h, DTYPE) * up.to(gl.float32)
-            out = put(h, h_desc, outs, out, row, column, BUFFERS)
+            h = round_as_stored(h, DTYPE) * up.to(gl.float32)
+        out = put(h, h_desc, outs, out, row, column, BUFFERS)
     return out
 
 
@@ -150,6 +136,7 @@ def _consume(
     BLOCK_K: gl.constexpr = a_bufs.shape[2]
     WIDTH: gl.constexpr = b_bufs.shape[1]
     BLOCK_N: gl.constexpr = WIDTH // 2 if GATED else WIDTH
+    PART: gl.constexpr = h_desc.block_type.shape[1]
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, WIDTH, 16]
     )
@@ -176,8 +163,19 @@ def _consume(
         else:
             gate, up = acc, acc
         # fmt: off
-        out = _part(gate, up, gate_bias_ptr, up_bias_ptr, h_desc, g_desc, u_desc, outs, out, row, column, H, BLOCK_N,
-                    BUFFERS, ACT, GATED, SAVE, STORE_H, FAST_MATH)
+        if PART == BLOCK_N:
+            out = _part(gate, up, gate_bias_ptr, up_bias_ptr, h_desc, g_desc, u_desc, outs, out, row, column, H,
+                        BUFFERS, ACT, GATED, SAVE, STORE_H, FAST_MATH)
+        else:
+            # A loop, though it moves registers: the parts in a row are more code than the instruction cache holds, and
+            # the compiler, which mixes them, would need more registers than there are.
+            g0, g1, g2, g3 = column_parts(gate, BLOCK_M, PART)
+            u0, u1, u2, u3 = column_parts(up, BLOCK_M, PART)
+            for part in range(gl.minimum(gl.cdiv(H - column, PART), BLOCK_N // PART)):
+                out = _part(g0, u0, gate_bias_ptr, up_bias_ptr, h_desc, g_desc, u_desc, outs, out, row,
+                            column + part * PART, H, BUFFERS, ACT, GATED, SAVE, STORE_H, FAST_MATH)
+                g0, g1, g2 = g1, g2, g3
+                u0, u1, u2 = u1, u2, u3
         # fmt: on
         step += CONSUMERS * steps
         own_tile += 1

@@ -12,6 +12,7 @@ _GELU_CUBIC = tl.constexpr(0.044715)
 _SQRT_HALF = tl.constexpr(0.7071067811865476)
 _INV_SQRT_2PI = tl.constexpr(0.3989422804014327)
 _QUICK = tl.constexpr(1.702)
+_SMALL = tl.constexpr(2.0**-32)
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LN2_HIGH = tl.constexpr(0.693145751953125)  # ln 2 to 16 bits, so that n * _LN2_HIGH is exact
 _LN2_LOW = tl.constexpr(1.4286068203094173e-06)
@@ -37,14 +38,15 @@ def _reciprocal(x):
 
 @triton.jit
 def _exp2(x):
-    """One MUFU instruction, of maximum relative error 2^-22 (PTX ISA, ex2.approx.f32); results under 2^-126 are 0."""
+    """One MUFU instruction, of maximum relative error 2^-22 (PTX ISA, ex2.approx.f32). Results under 2^-126 are 0, as
+    for the reciprocal: callers scale, so that what they give is as small as eager's may be."""
     return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
 def _sigmoid(x, FAST: tl.constexpr):
     if FAST:
-        y = _reciprocal(1.0 + _exp2(x * -_LOG2_E))
+        y = _SMALL * _reciprocal(_SMALL + _exp2(x * -_LOG2_E - 32.0))
     else:
         y = 1.0 / (1.0 + _exp(-x))
     return y
@@ -59,7 +61,7 @@ def _normal(x, FAST: tl.constexpr):
     epilogue holds one copy an element.
     """
     if FAST:
-        e = _exp2(x * x * (-0.5 * _LOG2_E))
+        e = _SMALL * _exp2(x * x * (-0.5 * _LOG2_E) + 32.0)
         t = _reciprocal(1.0 + (0.3275911 * _SQRT_HALF) * tl.abs(x))
         # Halved, since the distribution is half of 1 + erf; its tail beyond |x|:
         series = -0.142248368 + t * (0.7107068705 + t * (-0.7265760135 + t * 0.5307027145))

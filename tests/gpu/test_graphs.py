@@ -247,6 +247,8 @@ torch.manual_seed(0)
 layer = fusedmlp.FusedGeGLUMLP(256, 512, bias=True, device="cuda", dtype=torch.bfloat16)
 x, gy = (torch.randn(64, 256, device="cuda", dtype=torch.bfloat16) for _ in range(2))
 layer(x.requires_grad_()).backward(gy)
+# PyTorch's own rule: cuBLAS is in use in both threads before a capture.
+torch.nn.functional.linear(x, torch.randn(512, 256, device="cuda", dtype=torch.bfloat16)).sum().backward()
 torch.cuda.synchronize()
 x, gy = (torch.randn(3000, 256, device="cuda", dtype=torch.bfloat16) for _ in range(2))
 x.requires_grad_()

@@ -84,13 +84,23 @@ def test_frozen_weights_hold_no_more_than_inference(gated):
     assert mine <= 2 * M * (H + D) + 2**22, f"{mine} bytes"
 
 
-@pytest.mark.parametrize("gated, options", [(True, {}), (True, {"keep_activation": True}), (False, {})], ids=str)
-def test_training_peak_is_at_most_eagers(gated, options):
+@pytest.mark.parametrize("gated", [True, False])
+def test_training_peak_is_at_most_eagers(gated):
     x, weights = problem(gated)
-    step = training(partial(ours, **options), x, weights)
+    step = training(ours, x, weights)
     step()
     mine, theirs = peak(step), peak(training(plain, x, weights))
     assert mine <= theirs, f"{mine} bytes, eager {theirs}"
+
+
+def test_a_kept_activation_raises_the_peak_by_itself_at_most():
+    """The default needs room for an activation too, which it makes again, but gives it up for the products after it."""
+    x, weights = problem(True)
+    peaks = []
+    for step in (training(ours, x, weights), training(partial(ours, keep_activation=True), x, weights)):
+        step()
+        peaks.append(peak(step))
+    assert peaks[1] <= peaks[0] + 2 * M * H + 2**22, peaks
 
 
 @pytest.mark.parametrize("way", ["glu_mlp", "glu_mlp-recompute", "glu_mlp-keep_activation", "mlp", "mlp-recompute"])

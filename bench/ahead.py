@@ -38,7 +38,7 @@ def run(tasks: Sequence[Task], jobs: int, seconds: float = 300.0) -> int:
         for process in multiprocessing.active_children():
             process.kill()
     errors = [error for future in done if (error := future.exception()) is not None]
-    for text in sorted({f"{type(error).__name__}: {str(error)[:150]}" for error in errors}):
+    for text in sorted({f"{type(error).__name__}: {str(error)[:400]}" for error in errors}):
         print(f"  not compiled ahead: {text}", file=sys.stderr)
     late = f", {len(left)} not in time" if left else ""
     well = len(done) - len(errors)

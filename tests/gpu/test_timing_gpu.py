@@ -88,12 +88,13 @@ def test_kernel_time_agrees_with_replays_under_load():
 def launch_for_real(op: str, candidate: Settings, shape: tuple[int, int, int], folder: str) -> None:
     """Runs a candidate, and says which kernels that added to Triton's cache."""
     cache = Path(folder)
-    before = {path.parent.name for path in cache.rglob("*.cubin")}
+    before = {(path.stem, path.parent.name) for path in cache.rglob("*.cubin")}
     p = measure.Problem.make(*shape, torch.bfloat16)
     measure.run_ours(op, measure.plan_of(op, p, candidate), p)
     torch.cuda.synchronize()
-    added = {path.parent.name for path in cache.rglob("*.cubin")} - before
-    assert before and not added, f"{len(before)} compiled ahead, {sorted(added)} when launched"
+    added = {(path.stem, path.parent.name) for path in cache.rglob("*.cubin")} - before
+    ahead_of = sorted(name for name, _ in before)
+    assert before and not added, f"{candidate}: {sorted(added)} when launched; there were {ahead_of}"
 
 
 @pytest.mark.timeout(300)

@@ -219,6 +219,14 @@ def test_with_few_tokens_the_weights_gradients_share_a_launch_and_dx_has_its_own
     assert "glu_grads_gluon" not in launched(tokens=4096)[0]
 
 
+def test_the_weights_gradients_of_wide_layers_share_a_launch():
+    for tokens, D, H in ((1024, 2304, 9216), (8192, 1024, 4096), (8192, 4096, 14336)):
+        names, note = launched(tokens=tokens, D=D, H=H)
+        assert names[1] == "glu_grads_gluon" and "wgrads: gluon" in note.settings and " grads: " not in note.settings
+    assert "wgrads: " not in launched(tokens=2048, D=1024, H=4096)[1].settings  # dX shares it
+    assert "glu_grads_gluon" not in launched(tokens=8193, D=4096, H=14336)[0]
+
+
 def test_forced_to_share_a_launch_the_weights_do_so_without_dx():
     names, _ = launched(family="gluon", frozen=("x",))
     assert names == ["hidden_backward_gluon", "glu_grads_gluon"]

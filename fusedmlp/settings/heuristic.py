@@ -26,9 +26,10 @@ _GLUON_TOKENS = {"glu": 256, "glu_backward": 64, "linear_act": 256, "act_backwar
 # Tokens at which the three products after the gated backward share a launch. Below, cuBLAS splits the sums where that
 # fills the device; above, and for wide layers sooner, each product fills it alone.
 _GROUPED_TOKENS = range(513, 2049)
-_GROUPED_WEIGHT = 1024 * 4096  # beyond 1024 tokens, a weight of this size at most
+_GROUPED_WEIGHT = 1024 * 4096  # of a weight, at most; from this size on the weight gradients share one without dX
 # Tokens up to which dX, a few tiles of long sums, would keep the weight gradients waiting: these share a launch alone.
 _GROUPED_WEIGHTS_UP_TO = 512
+_GROUPED_MEASURED_UP_TO = 8192  # tokens; at this many 1.5 to 4.5 % are left of what it saves
 # For few tokens cuBLAS reads weights of this size (N K) so much faster that it makes up for a launch more.
 _STREAMED_BY_CUBLAS = 7e7
 # Tokens up to which the kernels for small batches serve an operation in 16 bits.
@@ -39,9 +40,10 @@ def family(op: str, M: int, N: int, K: int, dtype: torch.dtype, tma: bool, gluon
     if op == "relu_stack":
         return "pointer"
     if op == "glu_weight_grads":
-        return "gluon" if gluon and M <= _GROUPED_WEIGHTS_UP_TO else "pair"
+        few, wide = M <= _GROUPED_WEIGHTS_UP_TO, N * K >= _GROUPED_WEIGHT and M <= _GROUPED_MEASURED_UP_TO
+        return "gluon" if gluon and (few or wide) else "pair"
     if op == "glu_grads":
-        fits = M in _GROUPED_TOKENS and (M <= 1024 or N * K <= _GROUPED_WEIGHT)
+        fits = M in _GROUPED_TOKENS and N * K <= _GROUPED_WEIGHT
         return "gluon" if gluon and fits else "pair"
     if tma and M <= _SMALL_UP_TO.get(op, 0) and info.slug != "interpreter":
         return "small"
@@ -128,7 +130,7 @@ def _small(op: str, M: int, N: int, dtype: torch.dtype, info: DeviceInfo, aligne
 
 def _gluon(op: str, M: int, N: int, K: int) -> Settings:
     if op in ("glu_grads", "glu_weight_grads"):
-        return Settings("gluon", 128, 128, 64, parts=2, warps=4, stages=6)
+        return Settings("gluon", 128, 128, 64, parts=2, warps=4, stages=5 if M <= 256 else 6)
     tiles = _tiles(M, N, 128, 128)
     if op == "linear_act":
         return Settings("gluon", 64 if tiles < 250 else 128, 128, 64, parts=2, warps=4, stages=6)

@@ -264,17 +264,7 @@ def wall_us(variants: dict[str, Call], sets: int, rounds: int = 40, calls: int =
 
     A block is what a loop over batches does; its variants take turns.
     """
-    times: dict[str, list[float]] = {name: [] for name in variants}
-    for i, order in enumerate(turns(list(variants), rounds)):
-        for name in order:
-            call = variants[name]
-            torch.cuda.synchronize()
-            begin = time.perf_counter()
-            for j in range(i, i + calls):
-                call(j % sets)
-            torch.cuda.synchronize()
-            times[name].append((time.perf_counter() - begin) * 1e6 / calls)
-    return times
+    return _blocks_us(variants, sets, rounds, calls, wait=True)
 
 
 def host_us(variants: dict[str, Call], sets: int, rounds: int = 60, calls: int = 20) -> dict[str, list[float]]:
@@ -283,6 +273,11 @@ def host_us(variants: dict[str, Call], sets: int, rounds: int = 60, calls: int =
 
     A block must be short: where the device's queue of launches (about a thousand) is full, issuing is waiting.
     """
+    return _blocks_us(variants, sets, rounds, calls, wait=False)
+
+
+def _blocks_us(variants: dict[str, Call], sets: int, rounds: int, calls: int, wait: bool) -> dict[str, list[float]]:
+    """Time of a call in blocks that start with an idle device; ``wait``: until it is idle again."""
     times: dict[str, list[float]] = {name: [] for name in variants}
     for i, order in enumerate(turns(list(variants), rounds)):
         for name in order:
@@ -291,6 +286,8 @@ def host_us(variants: dict[str, Call], sets: int, rounds: int = 60, calls: int =
             begin = time.perf_counter()
             for j in range(i, i + calls):
                 call(j % sets)
+            if wait:
+                torch.cuda.synchronize()
             times[name].append((time.perf_counter() - begin) * 1e6 / calls)
     torch.cuda.synchronize()
     return times

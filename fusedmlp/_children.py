@@ -102,10 +102,15 @@ def why_wrapped(name: str, module: nn.Module) -> str | None:
     return None
 
 
-def first_reason(names: tuple[str, ...], children: dict[str, nn.Module | None]) -> str:
-    """Why a layer with these children takes the eager way."""
+def why_any_not_plain(names: tuple[str, ...], children: dict[str, nn.Module | None]) -> str | None:
+    """Why the first of these children that is not plain is not; None where all are."""
     for name in names:
         reason = why_not_plain(name, children.get(name))
         if reason is not None:
             return reason
-    return "a child is not a plain nn.Linear"
+    return None
+
+
+def first_reason(names: tuple[str, ...], children: dict[str, nn.Module | None]) -> str:
+    """Why a layer with these children takes the eager way."""
+    return why_any_not_plain(names, children) or "a child is not a plain nn.Linear"

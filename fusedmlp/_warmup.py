@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ._children import has_global_hooks, is_plain_tensor, why_not_plain
+from ._children import has_global_hooks, is_plain_tensor, why_any_not_plain
 from ._glu import FusedGLUMLP
 from ._linear_act import FusedLinearAct, FusedReLUMLP
 from ._mlp import FusedMLP
@@ -175,10 +175,9 @@ def _why_skipped(layer: nn.Module) -> str | None:
     if has_global_hooks():
         return "hooks are registered for every module"
     names = _CHILDREN[_class(layer)](layer)
-    for name in names:
-        reason = why_not_plain(name, layer._modules.get(name))
-        if reason is not None:
-            return reason
+    reason = why_any_not_plain(names, layer._modules)
+    if reason is not None:
+        return reason
     if not names and not all(p is None or is_plain_tensor(p) for p in _parts(layer)):
         return "its weight is not a plain Parameter"
     return None

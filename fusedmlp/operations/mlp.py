@@ -42,9 +42,7 @@ reference_grads = plain.mlp_grads
 
 
 def keeps(needs: Sequence[bool]) -> int:
-    return (
-        saving.HIDDEN if any(needs[:-1]) else saving.INPUT
-    )  # fc2's bias alone needs the gradient of the output and nothing else
+    return saving.HIDDEN if any(needs[:-1]) else saving.INPUT  # fc2's bias alone needs only the output's gradient
 
 
 def forward(plan: Plan, x: Tensor, weights: Sequence[Tensor], biases: Biases, save: int) -> tuple[Tensor, list[Tensor]]:

@@ -44,6 +44,15 @@ def pointer(m: int, n: int, k: int, warps: int, stages: int) -> Settings:
     return Settings("pointer", m, n, k, warps=warps, stages=stages)
 
 
+# Products that share a launch, with dX among them or without.
+_GROUPED = (
+    Settings("pair"),
+    gluon(128, 128, 64, 2, 4, 6),
+    gluon(128, 128, 64, 2, 4, 5),
+    gluon(128, 128, 64, 1, 4, 5),
+    gluon(64, 128, 64, 2, 4, 6),
+)
+
 CANDIDATES = {
     "glu": (
         Settings("pair"),
@@ -113,20 +122,8 @@ CANDIDATES = {
         tma(64, 64, 128, 1, 4, 3, 2),
         tma(64, 32, 128, 1, 4, 4, 2),
     ),
-    "glu_grads": (
-        Settings("pair"),
-        gluon(128, 128, 64, 2, 4, 6),
-        gluon(128, 128, 64, 2, 4, 5),
-        gluon(128, 128, 64, 1, 4, 5),
-        gluon(64, 128, 64, 2, 4, 6),
-    ),
-    "glu_weight_grads": (
-        Settings("pair"),
-        gluon(128, 128, 64, 2, 4, 6),
-        gluon(128, 128, 64, 2, 4, 5),
-        gluon(128, 128, 64, 1, 4, 5),
-        gluon(64, 128, 64, 2, 4, 6),
-    ),
+    "glu_grads": _GROUPED,
+    "glu_weight_grads": _GROUPED,
     "dual_dgrad": (
         Settings("pair"),
         tma(128, 256, 64, 2, 8, 4, 1),

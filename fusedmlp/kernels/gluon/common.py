@@ -117,9 +117,11 @@ def column_halves(x, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def column_parts(x, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """x in two or four parts of COLUMNS, from left to right; of two the right one again, twice."""
+    """x in one, two or four parts of COLUMNS, from left to right; the last one again where there are fewer."""
     PARTS: gl.constexpr = x.shape[1] // COLUMNS
-    if PARTS == 2:
+    if PARTS == 1:
+        p0, p1, p2, p3 = x, x, x, x
+    elif PARTS == 2:
         p0, p1 = column_halves(x, ROWS, COLUMNS)
         p2, p3 = p1, p1
     else:

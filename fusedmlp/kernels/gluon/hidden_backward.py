@@ -19,6 +19,7 @@ from .common import (
     async_load,
     async_store,
     column_halves,
+    column_parts,
     finish,
     load_operands,
     multiply,
@@ -192,16 +193,6 @@ def _band(
 
 
 @gluon.jit
-def piece_halves(x, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """Left and right COLUMNS of x; x twice where that is all of them."""
-    if COLUMNS == x.shape[1]:
-        left, right = x, x
-    else:
-        left, right = column_halves(x, ROWS, COLUMNS)
-    return left, right
-
-
-@gluon.jit
 def _consume(
     dgate_desc,
     dup_desc,
@@ -262,13 +253,12 @@ def _consume(
         # holds, and the warpgroups would wait for instructions a fifth of the time.
         pieces = ACROSS * bands_of(row, M, BLOCK_M, ROWS)
         if ROWS == BLOCK_M:
-            p0, p1 = piece_halves(acc, BLOCK_M, PIECE)
-            p2, p3 = p1, p1
+            p0, p1, p2, p3 = column_parts(acc, BLOCK_M, PIECE)
         else:
             gl.static_assert(2 * ROWS == BLOCK_M)
             upper, lower = row_halves(acc, ROWS, BLOCK_N)
-            p0, p1 = piece_halves(upper, ROWS, PIECE)
-            p2, p3 = piece_halves(lower, ROWS, PIECE)
+            p0, p1, _, _ = column_parts(upper, ROWS, PIECE)
+            p2, p3, _, _ = column_parts(lower, ROWS, PIECE)
             if ACROSS == 1:
                 p1 = p2
         for piece in range(pieces):

@@ -14,7 +14,15 @@ from fusedmlp.integrations._dense_act import FusedDenseAct
 
 @pytest.fixture
 def layer() -> FusedGeGLUMLP:
-    return FusedGeGLUMLP(16, 32)
+    return gate_before_up()
+
+
+def gate_before_up() -> FusedGeGLUMLP:
+    """Layers are of one kind if gate and up lie in one order, which is the allocator's to choose: here gate first."""
+    made = FusedGeGLUMLP(16, 32)
+    gate, up = torch.randn(2, 32, 16)
+    made.gate_proj.weight, made.up_proj.weight = nn.Parameter(gate), nn.Parameter(up)
+    return made
 
 
 @pytest.mark.parametrize(
@@ -52,7 +60,7 @@ def test_inside_a_capture(layer, monkeypatch):
 
 
 def test_the_report_says_what_goes_which_way(layer):
-    model = nn.ModuleDict({"one": layer, "two": FusedGeGLUMLP(16, 32), "three": FusedMLP(16, 8)})
+    model = nn.ModuleDict({"one": layer, "two": gate_before_up(), "three": FusedMLP(16, 8)})
     text = str(fusedmlp.warmup(model, iter([8, 1, 8]), training=False))
     reason = "eager, the tensors are on cpu; the kernels run on CUDA devices"
     lines = text.splitlines()

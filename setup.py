@@ -6,6 +6,7 @@ Without a compiler, or with FUSEDMLP_NO_LAUNCHER=1, the package is pure Python a
 import os
 import sys
 import sysconfig
+from pathlib import Path
 
 from setuptools import Extension, setup
 
@@ -14,10 +15,10 @@ if sys.platform == "linux" and os.environ.get("FUSEDMLP_NO_LAUNCHER", "0") in ("
     limited = not sysconfig.get_config_var("Py_GIL_DISABLED")  # the limited API knows no free-threaded Python yet
     launcher = Extension(
         "fusedmlp._launcher",
-        ["csrc/launcher.c"],
-        depends=["csrc/cuda_driver.h"],
+        sorted(str(path) for path in Path("csrc").glob("*.c")),
+        depends=sorted(str(path) for path in Path("csrc").glob("*.h")),
         define_macros=[("Py_LIMITED_API", "0x030A0000")] if limited else [],
-        extra_compile_args=["-std=c11", "-D_GNU_SOURCE", "-O2"],
+        extra_compile_args=["-std=c11", "-D_GNU_SOURCE", "-O2", "-fvisibility=hidden"],
         libraries=["dl"],
         py_limited_api=limited,
         optional=True,  # a failure to compile is a warning

@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from fusedmlp import FusedGeGLUMLP, autograd, checks, functional, launch, plan
+from fusedmlp import FusedGeGLUMLP, autograd, checks, functional, launch, plan, saving
 from fusedmlp._children import plain_parts
 from fusedmlp.activations import resolve_activation
 from fusedmlp.operations import glu_mlp
@@ -132,6 +132,7 @@ def step_parts(layer: Layer) -> dict[str, Part]:
     m, x, found = layer.module, layer.x, layer.plan
     operands = (*layer.weights, *layer.none)
     needs = (True,) * 4 + (False,) * 3
+    call = autograd.Call(found, saving.HIDDEN, needs, layer.none)
     apply = super(torch.autograd.Function, Empty).apply
 
     def empty_step() -> None:
@@ -145,7 +146,7 @@ def step_parts(layer: Layer) -> dict[str, Part]:
     return {
         "training step": layer.step,
         "  module call with gradients": lambda: m(x),
-        "    the Function alone": lambda: autograd.apply(found, False, x, *operands),
+        "    the Function alone, by its long way": lambda: autograd.apply(call, x, *operands),
         "    an empty Function with as many operands": lambda: apply(None, False, x, *operands),
         "  step of an empty Function": empty_step,
         "  the operations of the backward, called directly": backward_alone,

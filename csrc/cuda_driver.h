@@ -47,8 +47,10 @@ typedef CUresult (*cuDeviceGet_t)(CUdevice *device, int ordinal);
 typedef CUresult (*cuDevicePrimaryCtxRetain_t)(CUcontext *context, CUdevice device);
 typedef CUresult (*cuDevicePrimaryCtxRelease_t)(CUdevice device);
 typedef CUresult (*cuCtxGetCurrent_t)(CUcontext *context);
+typedef CUresult (*cuCtxGetDevice_t)(CUdevice *device);
 typedef CUresult (*cuCtxPushCurrent_t)(CUcontext context);
 typedef CUresult (*cuCtxPopCurrent_t)(CUcontext *context);
+typedef CUresult (*cuStreamIsCapturing_t)(CUstream stream, int *status); /* 0: no capture */
 typedef CUresult (*cuLaunchKernelEx_t)(const CUlaunchConfig *config, CUfunction function, void **parameters,
                                        void **extra);
 typedef CUresult (*cuTensorMapEncodeTiled_t)(CUtensorMap *map, int data_type, uint32_t rank, void *address,

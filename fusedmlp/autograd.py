@@ -8,62 +8,118 @@ PyTorch meaning.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import plan as plans
-from . import saving
-from .checks import autocasting
+from . import saving, steady
+from .checks import any_autocast, autocasting
 from .operations import OPERATIONS
 from .plan import Plan
+
+
+class Call:
+    """How a differentiable call goes, the same for every call that looks alike.
+
+    Attributes:
+        plan, save: the plan, and the level of :mod:`fusedmlp.saving` that is asked for.
+        layers: weights, and as many biases or Nones, among the operands.
+        run: operands -> ``(result, *what is kept)``.
+        bound, steady: whether ``run`` is a program, and one of the current stream's alone.
+        tables: of backwards, by the gradients asked for; None where calls are not steady.
+    """
+
+    __slots__ = ("bound", "has_bias", "layers", "level", "plan", "run", "save", "steady", "tables")
+
+    def __init__(self, plan: Plan, save: int, needs: Sequence[bool], biases: Sequence[Tensor | None]) -> None:
+        self.plan, self.save, self.layers = plan, save, len(biases)
+        self.level = plan.kept(save, needs)
+        self.has_bias = any(b is not None for b in biases)
+        self.run: Callable[..., Sequence[Any]] = self._by_launches
+        self.tables: dict[tuple[bool, ...], Any] | None = None
+        self.steady = self.bound = False
+
+    def write_down(self) -> Call:
+        """Let the next run be the one that makes the program of those after it."""
+        self.run, self.tables = self._written_down, {}
+        return self
+
+    def _by_launches(self, x: Tensor, *operands: Tensor | None) -> tuple[Any, ...]:
+        weights, biases = operands[: self.layers], operands[self.layers :]
+        y, kept = OPERATIONS[self.plan.op].forward(self.plan, x, weights, biases, self.level)
+        # An alias, not a view: users may change the result in place.
+        out = y if x.dim() == 2 else torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[1]))
+        # An output is saved as what forward returns: autograd then keeps no reference from the graph to itself.
+        return out, *[out if t is y else t for t in kept]
+
+    def _written_down(self, *operands: Tensor | None) -> Sequence[Any]:
+        found, program, self.bound = steady.write_down(self.plan, lambda: self._by_launches(*operands), operands)  # type: ignore[arg-type]
+        self.steady = program is not None
+        self.run = program.run if self.steady else self._by_launches
+        if not self.steady:
+            self.tables = None  # of this call alone: nobody would look into them again
+        return found
+
+    def backwards(self, needs: tuple[bool, ...]) -> Any:
+        """The table of backwards for these gradients; None where calls are not steady."""
+        if self.tables is None:
+            return None
+        found = self.tables.get(needs)
+        return self.tables.setdefault(needs, steady.backward_table(self.plan.op)) if found is None else found
 
 
 class Fused(torch.autograd.Function):
     """Any of the operations; operands are x, then all weights, then all biases."""
 
     @staticmethod
-    def forward(ctx: Any, plan: Plan, save: int, x: Tensor, *operands: Tensor | None) -> Tensor:
-        layers = len(operands) // 2
-        weights, biases = operands[:layers], operands[layers:]
-        level = plan.kept(save, ctx.needs_input_grad[2:])
-        y, kept = OPERATIONS[plan.op].forward(plan, x, weights, biases, level)
-        # An alias, not a view: users may change the result in place.
-        out = y if x.dim() == 2 else torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[1]))
-        # An output is saved as what forward returns: autograd then keeps no reference from the graph to itself.
-        saved = (x, *weights, *[out if t is y else t for t in kept])
+    def forward(ctx: Any, call: Call, x: Tensor, *operands: Tensor | None) -> Tensor:
+        out, *kept = call.run(x, *operands)
+        saved = (x, *operands[: call.layers], *kept)
         ctx.save_for_backward(*saved)
+        biases = operands[call.layers :]
         # Biases are no part of a backward, so users may change them before it, unless forward is to be run again.
-        versions = [None if b is None or b.is_inference() else b._version for b in biases]
-        places = [(t.data_ptr(), t.stride()) for t in saved]  # type: ignore[union-attr]
-        ctx.call = plan, save, biases, versions, places
-        return out
+        versions = [None if b is None or b.is_inference() else b._version for b in biases] if call.has_bias else ()
+        places = None if call.steady else [(t.data_ptr(), t.stride()) for t in saved]  # type: ignore[union-attr]
+        ctx.call = call, biases, versions, places
+        return out  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        device_type = ctx.call[0].device.type
+        call, biases, versions, _ = ctx.call
+        saved = ctx.saved_tensors
+        if not any_autocast():
+            table = call.backwards(ctx.needs_input_grad)
+            if table is not None and not torch.compiler.is_compiling():
+                if call.save == saving.INPUT:
+                    _check_unchanged(biases, versions)
+                grads = table.call(gy, *saved, *biases)
+                if grads is not None:
+                    return grads  # type: ignore[no-any-return]
+            return None, *_gradients(ctx, saved, gy)
+        device_type = call.plan.device.type
         if autocasting(device_type):
             # Backward works in the dtypes that forward chose, whatever autocast says where it runs.
             with torch.autocast(device_type, enabled=False):
-                return None, None, *_gradients(ctx, gy)
-        return None, None, *_gradients(ctx, gy)
+                return None, *_gradients(ctx, saved, gy)
+        return None, *_gradients(ctx, saved, gy)
 
 
 # Function.apply without its look-out for torch.func, in which no call comes here (checks.plain).
 apply = super(torch.autograd.Function, Fused).apply
 
 
-def _gradients(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
-    plan, save, biases, versions, places = ctx.call
-    saved, needs = ctx.saved_tensors, ctx.needs_input_grad[2:]
-    layers = len(biases)
+def _gradients(ctx: Any, saved: Sequence[Tensor], gy: Tensor) -> tuple[Tensor | None, ...]:
+    call, biases, versions, places = ctx.call
+    plan, needs = call.plan, ctx.needs_input_grad[1:]
+    layers = call.layers
     x, weights, kept = saved[0], saved[1 : 1 + layers], saved[1 + layers :]
     if torch.compiler.is_compiling():
         return _traced(plan, x, weights, biases, needs, gy)
     differentiable = torch.is_grad_enabled()
-    if differentiable or save == saving.INPUT:
+    if differentiable or call.save == saving.INPUT:
         _check_unchanged(biases, versions)
     if differentiable or _stands_for_more(gy):
         return _by_pytorch(plan, x, weights, biases, needs, gy, differentiable)
@@ -71,19 +127,28 @@ def _gradients(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
         gy = gy.resolve_neg()
     if places != [(t.data_ptr(), t.stride()) for t in saved]:
         # Hooks on saved tensors (offloading) may hand back copies that lie in memory in another way.
-        kept = [plan.launchers.common.as_contiguous(t, t.shape[-1]) for t in kept]
         plan = plans.find(plan.op, plan.activation, x, weights, biases)
-    elif x.dim() != 2:
-        kept = [t if t.dim() == 2 else t.view(-1, t.shape[-1]) for t in kept]
     if plan.precision and plan.precision != plans.fp32_precision():
         # Products follow the setting of this moment; forward ran under another.
         plan = plans.find(plan.op, plan.activation, x, weights, biases)
     if plan.eager_reason is not None:
         return _by_pytorch(plan, x, weights, biases, needs, gy, differentiable)
-    grads = OPERATIONS[plan.op].backward(plan, gy, x, weights, biases, kept, needs)
-    if x.dim() == 2 or grads[0] is None:
-        return grads  # type: ignore[no-any-return]
-    return grads[0].view(x.shape), *grads[1:]
+
+    def run() -> tuple[Tensor | None, ...]:
+        rows = [plan.launchers.common.as_contiguous(t, t.shape[-1]) for t in kept]
+        grads = OPERATIONS[plan.op].backward(plan, gy, x, weights, biases, rows, needs)
+        if x.dim() == 2 or grads[0] is None:
+            return grads  # type: ignore[no-any-return]
+        return grads[0].view(x.shape), *grads[1:]
+
+    table = call.backwards(ctx.needs_input_grad)
+    if table is None or any_autocast() or not steady.ripe(plan, f"backward {needs}"):
+        return run()
+    inputs = (gy, *saved, *biases)
+    (_, *found), program, bound = steady.write_down(plan, lambda: (None, *run()), inputs)
+    if program is not None:
+        table.add(program, bound, *inputs)
+    return tuple(found)
 
 
 def _stands_for_more(gy: Tensor) -> bool:
@@ -96,7 +161,7 @@ def _stands_for_more(gy: Tensor) -> bool:
 
 
 def _check_unchanged(biases: Sequence[Tensor | None], versions: Sequence[int | None]) -> None:
-    for bias, version in zip(biases, versions, strict=True):
+    for bias, version in zip(biases, versions, strict=False):  # no versions where there are no biases
         if bias is not None and version is not None and bias._version != version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: a "

@@ -14,7 +14,7 @@ _T = TypeVar("_T")
 
 # Looked up once: these are asked at every call.
 _Parameter = torch.nn.Parameter
-_any_autocast = torch._C._is_any_autocast_enabled
+any_autocast = torch._C._is_any_autocast_enabled
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _tracing_state = torch._C._get_tracing_state
 _transforms_active = torch._C._are_functorch_transforms_active
@@ -33,7 +33,7 @@ def autocasting(device_type: str) -> bool:
 
 def no_autocast(x: Tensor) -> bool:
     """Whether autocast is off wherever it could matter to x; False where that takes a closer look."""
-    return not _any_autocast() and (x.is_cuda or x.is_cpu)
+    return not any_autocast() and (x.is_cuda or x.is_cpu)
 
 
 def check_call(operation: Any, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> None:

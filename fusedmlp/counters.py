@@ -8,6 +8,8 @@ from threading import Lock
 import torch
 from torch import Tensor
 
+from . import record
+
 _counters: dict[tuple[int, int, int], Tensor] = {}
 _for_graphs: dict[int, Tensor] = {}  # by device: the zeros that are left for captured kernels
 _graph_blocks: list[Tensor] = []  # all that any came from: graphs use them for good
@@ -38,6 +40,9 @@ def barrier_counters(device: torch.device, count: int = COUNTERS) -> Tensor:
         with _lock:
             found = _counters.setdefault(key, made)  # another thread's, if it was first
         supply_graphs(device)
+    written = record.current()
+    if written is not None:
+        written.constant(found)
     return found
 
 

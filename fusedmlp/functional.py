@@ -14,13 +14,16 @@ Common to all of them:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import checks, saving
+from . import checks, saving, steady
 from . import plan as plans
 from .activations import Activation, resolve_activation
+from .autograd import Call
 from .autograd import apply as apply_fused
 from .explain import note_eager, note_plan
 from .operations import OPERATIONS
@@ -158,11 +161,17 @@ def _call(
 ) -> Tensor:
     act = resolve_activation(activation)
     x, weights, biases = _autocast(x, weights, biases)
+    table = None
     if torch.compiler.is_compiling():
         reason = checks.plain_while_compiling((x, *weights, *biases))
         if reason is None:
             return _traced(op, act, x, weights, biases, save)
     else:
+        table = steady.table(op, act.name, save)
+        if table is not None:
+            y = table.call(x, *weights, *biases)
+            if y is not None:
+                return y  # type: ignore[no-any-return]
         reason = checks.plain((x, *weights, *biases))
     if reason is not None:
         return _eager(op, act, x, weights, biases, reason)
@@ -177,7 +186,7 @@ def _call(
     note_plan(plan, save, x, weights, biases)
     if plan.eager_reason is not None:
         return OPERATIONS[op].reference(x, weights, biases, act)  # type: ignore[no-any-return]
-    return _fused(plan, x, weights, biases, save)
+    return _fused(plan, table, x, weights, biases, save)
 
 
 def _eager(
@@ -195,12 +204,30 @@ def _eager(
 
 
 def _fused(
-    plan: plans.Plan, x: Tensor, weights: tuple[Tensor, ...], biases: tuple[Tensor | None, ...], save: int
+    plan: plans.Plan,
+    table: Any,
+    x: Tensor,
+    weights: tuple[Tensor, ...],
+    biases: tuple[Tensor | None, ...],
+    save: int,
 ) -> Tensor:
-    if torch.is_grad_enabled() and _requires_grad(x, weights, biases):
-        return apply_fused(plan, save, x, *weights, *biases)  # type: ignore[no-any-return]
-    y, _ = OPERATIONS[plan.op].forward(plan, x, weights, biases, saving.INPUT)
-    return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[1])  # type: ignore[no-any-return]
+    """The long way of a call, which may write it down for ``table``: the calls after it are steady then."""
+    operands = (x, *weights, *biases)
+    recorded = torch.is_grad_enabled()
+    needs = [recorded and t is not None and t.requires_grad for t in operands]
+    differentiable = any(needs)
+    call = Call(plan, save if differentiable else saving.INPUT, needs, biases)
+    if table is None or not steady.ripe(plan, f"forward {needs}"):
+        return apply_fused(call, *operands) if differentiable else call.run(*operands)[0]  # type: ignore[no-any-return]
+    if differentiable:
+        y = apply_fused(call.write_down(), *operands)
+        if call.steady:
+            table.add(partial(apply_fused, call), call.bound, *operands)
+        return y  # type: ignore[no-any-return]
+    (y,), program, bound = steady.write_down(plan, lambda: call.run(*operands), operands, single=True)
+    if program is not None:
+        table.add(program, bound, *operands)
+    return y  # type: ignore[return-value]
 
 
 def _traced(
@@ -219,18 +246,6 @@ def _traced(
     if ops.traces_kernels(x):
         return ops.call(op, x, weights, biases, act, save)
     return operation.reference(x, weights, biases, act)  # type: ignore[no-any-return]
-
-
-def _requires_grad(x: Tensor, weights: tuple[Tensor, ...], biases: tuple[Tensor | None, ...]) -> bool:
-    if x.requires_grad:
-        return True
-    for t in weights:
-        if t.requires_grad:
-            return True
-    for b in biases:
-        if b is not None and b.requires_grad:
-            return True
-    return False
 
 
 def _autocast(

@@ -25,6 +25,8 @@ import triton
 from torch import _C, Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from . import record
+
 _launcher: Any = None
 try:
     if os.environ.get("FUSEDMLP_LAUNCHER", "") != "triton":
@@ -115,6 +117,7 @@ class Launch:
         "grid",
         "kernel",
         "options",
+        "spec",
         "tiles",
     )
 
@@ -133,6 +136,7 @@ class Launch:
         self.tiles = tiles or {}
         self._compiled: Any = None  # kept: Triton unloads a kernel that nobody holds
         self._plan: Any = None  # launch() of a plan of the compiled launcher
+        self.spec: Any = None  # the kernel as that plan has it
         self._launcher: Any = None  # the compiled kernel's run, or the C function under it
         self._raw = False
         self._args: tuple[Any, ...] = ()  # what comes before the kernel's own arguments, less grid and stream
@@ -144,6 +148,9 @@ class Launch:
 
     def __call__(self, device_index: int | None, *args: Any) -> None:
         """Launch on the device's current stream."""
+        written = record.current()
+        if written is not None:
+            written.launched(self, args)
         if self._plan is not None and not _hooked():
             # Its device need not be the current one: the plan knows its own.
             self._plan(_C._cuda_getCurrentRawStream(device_index), *args)  # type: ignore[arg-type]
@@ -229,6 +236,7 @@ class Launch:
             pairs = {i for i, a in enumerate(args) if isinstance(a, tuple)}
             spec = _kernel_spec(compiled, self.grid, len(args), self.tiles, pairs)
             if spec is not None:
+                self.spec = spec
                 self._plan = _launcher.Plan(device_index, len(args), (spec,)).launch
                 return
         self._tensors = tuple(i for i, a in enumerate(args) if isinstance(a, Tensor))
@@ -270,6 +278,11 @@ def _relaxed_capture() -> Iterator[None]:
         yield
     finally:
         exchange(ctypes.byref(mode))
+
+
+def known_triton() -> bool:
+    """Whether compiled kernels of this Triton can be launched without it."""
+    return _VERSION in _RUN
 
 
 def path() -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,6 +56,8 @@ class Plan:
         # Triton's interpreter computes every fp32 product in full.
         self.dot_precision = "tf32" if self.precision == "tf32" and self.device_index is not None else "ieee"
         self.launchers: Any = None  # the package, imported for the first plan that needs it, since it needs Triton
+        self.calls: dict[str, int] = {}  # that went the long way, by their kind; to write one of them down (steady.py)
+        self.attempts = 0
         self.rows = False  # x is a [M, K] that every kernel can read where it lies
         self.packed = True  # no weight has room between its rows
         self.pairs = False  # gate and up have one row stride, so that one descriptor may span them
@@ -85,6 +87,7 @@ class Plan:
 
 
 _plans: dict[Any, Plan] = {}
+on_clear: list[Callable[[], None]] = []  # what else depends on plans
 
 
 def fp32_precision() -> str:
@@ -127,6 +130,8 @@ def find(
 def clear() -> None:
     """Forget every plan."""
     _plans.clear()
+    for also in on_clear:
+        also()
 
 
 def _make(

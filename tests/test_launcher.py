@@ -72,11 +72,11 @@ fake.fake_make_current(0)
 
 def build(folder: Path, *flags: str) -> list[str]:
     libraries = [folder / "_launcher.so", folder / "libfake.so"]
-    sources = [ROOT / "csrc/launcher.c", ROOT / "tests/support/fake_cuda.c"]
+    sources = [sorted(map(str, (ROOT / "csrc").glob("*.c"))), [str(ROOT / "tests/support/fake_cuda.c")]]
     for source, library in zip(sources, libraries, strict=True):
         strict = ["-std=c11", "-D_GNU_SOURCE", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]
         limited = ["-DPy_LIMITED_API=0x030A0000", f"-I{INCLUDE}"]
-        subprocess.run([str(CC), *strict, *limited, *flags, str(source), "-o", str(library), "-ldl"], check=True)
+        subprocess.run([str(CC), *strict, *limited, *flags, *source, "-o", str(library), "-ldl"], check=True)
     return [str(library) for library in libraries]
 
 

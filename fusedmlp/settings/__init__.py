@@ -20,6 +20,7 @@ from .types import FAMILIES, GLUON_ONLY_OPS, GLUON_OPS, OPS, SMALL_OPS, SMALL_TO
 __all__ = ["FAMILIES", "OPS", "Settings", "calculate_settings", "measured_row", "override", "overridden"]
 
 _override: ContextVar[tuple[tuple[str, Any], ...]] = ContextVar("fusedmlp_settings_override", default=())
+active: list[None] = []  # one for each override that some thread is inside of
 
 
 @contextmanager
@@ -36,9 +37,11 @@ def override(**fields: Any) -> Iterator[None]:
     if unknown:
         raise TypeError(f"no such settings: {sorted(unknown)}; there are {sorted(Settings.__dataclass_fields__)}")
     token = _override.set((*_override.get(), *sorted(fields.items())))
+    active.append(None)
     try:
         yield
     finally:
+        active.pop()
         _override.reset(token)
 
 

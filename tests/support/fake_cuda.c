@@ -90,6 +90,13 @@ CUresult cuCtxGetCurrent(CUcontext *context) {
     return failing("cuCtxGetCurrent");
 }
 
+CUresult cuCtxGetDevice(CUdevice *device) {
+    if (!current)
+        return 201; /* CUDA_ERROR_INVALID_CONTEXT */
+    *device = current->device;
+    return failing("cuCtxGetDevice");
+}
+
 static _Thread_local CUcontext below;
 
 CUresult cuCtxPushCurrent_v2(CUcontext context) {
@@ -133,6 +140,15 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap *map, int data_type, uint32_t rank, 
     memcpy(map, &made, sizeof made);
     sched_yield();
     return 0;
+}
+
+static int capturing;
+void fake_capture(int on) { capturing = on; }
+
+CUresult cuStreamIsCapturing(CUstream stream, int *status) {
+    (void)stream;
+    *status = capturing;
+    return failing("cuStreamIsCapturing");
 }
 
 CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction function, void **parameters, void **extra) {

@@ -1,0 +1,135 @@
+"""Steady calls: what ran once for operands of a layout is a program of the compiled launcher from then on.
+
+A table (``_launcher.Table``) of an operation knows its operands by their layout and by everything else that a plan,
+the checks and a program depend on. The first call with a layout takes the long way and compiles; the second writes
+down what it does (:mod:`fusedmlp.record`); those after it are one call of C. Where the launcher is not built, where
+PyTorch offers no DLPack exchange interface (2.9), or where a call cannot be written down, every call takes the long
+way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import checks, explain, settings
+from . import plan as plans
+from .plan import Plan
+from .program import specify
+from .record import Record
+
+MAX_ATTEMPTS = 8  # to write down calls of one plan, which may differ in more than the plan's key
+_launcher: Any = None
+_connected: bool | None = None
+_tables: dict[Any, Any] = {}
+paused: list[None] = []  # not empty: every call takes the long way
+_busy = (explain._recorders, settings.active, paused)  # none of them must have anything in it
+
+
+def _connect() -> bool:
+    """Whether tables can serve; tells the launcher, the first time, what it asks of PyTorch."""
+    global _launcher, _connected
+    from . import launch
+
+    capsule = getattr(Tensor, "__dlpack_c_exchange_api__", None)
+    allocate = getattr(torch._C, "_cuda_cudaCachingAllocator_raw_alloc", None)
+    release = getattr(torch._C, "_cuda_cudaCachingAllocator_raw_delete", None)
+    _connected = False
+    if launch._launcher is None or not launch.known_triton() or capsule is None or allocate is None or release is None:
+        return False
+    try:
+        launch._launcher.connect(
+            tensor_type=Tensor,
+            parameter_type=torch.nn.Parameter,
+            exchange=capsule,
+            grad_enabled=torch.is_grad_enabled,
+            dispatch_modes=checks._dispatch_modes,
+            tracing_state=checks._tracing_state,
+            transforms_active=checks._transforms_active,
+            forward_ad=checks._forward_ad,
+            hooks=launch._runtime,
+            busy=_busy,
+            precision=plans.fp32_precision,
+            allocate=allocate,
+            release=release,
+        )
+    except RuntimeError:  # an exchange interface of another version
+        return False
+    _launcher = launch._launcher
+    _connected = True
+    return True
+
+
+def available() -> bool:
+    """Whether steady calls are possible in this process."""
+    return _connect() if _connected is None else _connected
+
+
+def table(op: str, activation: str, save: int) -> Any:
+    """The table of an operation, or None where calls cannot be steady."""
+    key = (op, activation, save)
+    found = _tables.get(key)
+    if found is None and available():
+        found = _tables.setdefault(key, _launcher.Table(_pair(op, 1)))
+    return found
+
+
+def backward_table(op: str) -> Any:
+    """A table for the operands of a backward: the upstream gradient, then those of the forward."""
+    return _launcher.Table(_pair(op, 2))
+
+
+def _pair(op: str, first: int) -> int:
+    """Where gate and up are among the operands: one descriptor spans them, from the lower in memory on."""
+    return first if op == "glu_mlp" else -1
+
+
+def clear() -> None:
+    """Forget every program."""
+    for found in list(_tables.values()):
+        found.clear()
+
+
+plans.on_clear.append(clear)
+
+
+def ripe(plan: Plan, kind: str) -> bool:
+    """Whether to write a call of this plan down now: its kernels are compiled, and it was not tried in vain too often.
+
+    Never inside a capture, whose launches take counters of their own. ``kind`` tells calls with other kernels apart.
+    """
+    calls = plan.calls[kind] = plan.calls.get(kind, 0) + 1
+    if calls < 2 or plan.attempts >= MAX_ATTEMPTS or plan.device_index is None or not available():
+        return False
+    return not torch.cuda.is_current_stream_capturing()
+
+
+def write_down(
+    plan: Plan, run: Callable[[], Sequence[Tensor | None]], inputs: Sequence[Tensor | None], single: bool = False
+) -> tuple[Sequence[Tensor | None], Any, bool]:
+    """``(what run returned, program of it or None, whether that is bound to the stream)``.
+
+    The program takes ``inputs`` and returns what run returned as a tuple; ``single``: the only one, alone.
+    """
+    with Record(inputs) as record:
+        outputs = run()
+    program = _build(plan, record, outputs, len(inputs), single)
+    if program is None:
+        plan.attempts += 1
+    return outputs, program, record.bound
+
+
+def _build(plan: Plan, record: Record, outputs: Sequence[Tensor | None], inputs: int, single: bool) -> Any:
+    spec = specify(record, outputs, inputs)
+    if spec is None:
+        return None
+    kept = (tuple(s.launch for s in spec.launches), tuple(record.constants.values()))
+    try:
+        kernels = _launcher.Plan(plan.device_index, len(spec.slots), spec.kernels)
+        given = kernels, spec.inputs, spec.values, spec.slots, spec.steps, spec.outputs
+        return _launcher.Program(*given, single, kept)
+    except ValueError:  # more steps or arguments than a program may have
+        return None

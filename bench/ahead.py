@@ -18,7 +18,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from fusedmlp.settings.types import GLUON_ONLY_OPS, SMALL_TOKENS, Settings
+from fusedmlp.settings.types import GLUON_ONLY_OPS, Settings
 
 Shape = tuple[int, int, int]  # tokens, hidden, intermediate
 Task = tuple[Callable[..., None], tuple[Any, ...]]
@@ -58,10 +58,10 @@ def stand_in(candidate: Settings, shape: Shape) -> Shape:
     """A small shape for which a candidate compiles to the same kernel.
 
     Kernels are not specialised on the tokens, and on widths and row strides only by whether 16 divides them, which also
-    decides whether TMA can serve. Those for small batches exist up to 64 tokens.
+    decides whether TMA can serve. Those for small batches have one tile of tokens up to 64.
     """
     tokens, hidden, intermediate = shape
-    few = min(tokens, SMALL_TOKENS if candidate.family == "small" else 128)
+    few = min(tokens, 64 if candidate.family == "small" else 128)
     return few, 256 + hidden % 16, 512 + intermediate % 16
 
 

@@ -15,7 +15,7 @@ import torch
 from fusedmlp import calculate_settings, settings
 from fusedmlp.settings import device, heuristic, tables
 from fusedmlp.settings.device import DeviceInfo
-from fusedmlp.settings.types import GLUON_ONLY_OPS, GLUON_OPS, OPS, SMALL_OPS, SMALL_TOKENS, Settings
+from fusedmlp.settings.types import GLUON_ONLY_OPS, GLUON_OPS, OPS, SMALL_TOKENS, Settings
 
 H200 = DeviceInfo("nvidia-h200", (9, 0), 132)
 UNKNOWN = DeviceInfo("nvidia-unknown", (9, 0), 132)
@@ -67,15 +67,15 @@ def test_a_forced_family_is_the_one_used(op, family):
 
 @pytest.mark.parametrize("op", OPS)
 def test_the_kernels_for_small_batches_are_forced_only_there(op):
-    for M, info in itertools.product((1, 16, 17, 64, 65, 8192), (H200, A100)):
+    for M, info in itertools.product((1, 16, 17, 64, 65, 256, 257, 8192), (H200, A100)):
         with on(info), settings.override(family="small", stages=2):
             found = calculate_settings(op, M, 768, 3072, torch.bfloat16, "cuda")
-        small = op in SMALL_OPS and M <= SMALL_TOKENS
+        small = M <= SMALL_TOKENS.get(op, 0)
         other = (
             "pair" if op in ("down", *GLUON_ONLY_OPS) else "tma" if info is H200 and op != "relu_stack" else "pointer"
         )
         assert (found.family, found.stages) == ("small" if small else other, 2)
-        assert not small or found.block_m >= M
+        assert not small or found.block_m >= min(M, 64)
 
 
 def test_the_last_product_is_cublas_where_another_family_is_forced():
@@ -85,10 +85,10 @@ def test_the_last_product_is_cublas_where_another_family_is_forced():
 
 
 def test_a_row_for_small_batches_serves_no_larger_ones():
-    row = {"op": "down", "dtype": "bfloat16", "precision": "", "N": 768, "K": 3072, "M": 64}
+    row = {"op": "down", "dtype": "bfloat16", "precision": "", "N": 768, "K": 3072, "M": 256}
     text = json.dumps({"rows": [{**row, "settings": {"family": "small", "parts": 8}}]})
     with on(UNKNOWN), mock.patch.object(tables, "load", return_value=tables.parse(text)):
-        for M, family in ((64, "small"), (65, "pair")):
+        for M, family in ((64, "small"), (256, "small"), (257, "pair")):
             assert calculate_settings("down", M, 768, 3072, torch.bfloat16, "cuda").family == family
         # Measured with rows at multiples of 16 bytes; elsewhere each element has an address in registers.
         assert calculate_settings("down", 64, 768, 3072, torch.bfloat16, "cuda", tma=False).family == "pair"

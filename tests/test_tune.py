@@ -23,6 +23,7 @@ from fusedmlp.settings.types import GLUON_ONLY_OPS, GLUON_OPS, OPS, SMALL_OPS, S
 from fusedmlp.tune import Machine, TuneError, candidates, files, measure, progress
 from fusedmlp.tune.candidates import (
     CANDIDATES,
+    CUBLAS_MUST_SAVE,
     DTYPES,
     LAYERS,
     NOT_TABLED,
@@ -69,8 +70,9 @@ def test_a_pair_must_save_its_launch_and_serves_some_ops(op: str):
     must_save = 0.0 if op in PAIR_IS_FREE else PAIR_MUST_SAVE
     assert not takes_pair(must_save - 1)
     assert takes_pair(must_save + 1) is (op in PAIR_MAY_SERVE)
-    # With few tokens the hidden layer that it holds is small.
-    assert takes_pair(must_save + 1, tokens=256) and not takes_pair(must_save - 1, tokens=256)
+    # With few tokens the hidden layer that it holds is small; cuBLAS alone must save what its call costs the host.
+    few = CUBLAS_MUST_SAVE if op == "down" else must_save
+    assert takes_pair(few + 1, tokens=256) and not takes_pair(few - 1, tokens=256)
     # In float32, where the heuristic takes cuBLAS everywhere, every op may.
     assert takes_pair(must_save + 1, torch.float32) and not takes_pair(must_save - 1, torch.float32)
 
@@ -88,13 +90,13 @@ def test_candidates_suit_what_they_are_for():
         small = {c.family for c in all_of} & {"small"}
         assert bool(small) is (op in SMALL_OPS)
         ours = set() if op in ("down", *GLUON_ONLY_OPS) else {"tma"}
-        for M in (1, 64, 65):
-            few = small if M <= SMALL_TOKENS else set()
+        for M in (1, 64, 65, 257):
+            few = small if M <= SMALL_TOKENS.get(op, 0) else set()
             assert {c.family for c in candidates.candidates(op, M, True, False)} == {"pair"} | ours | few
             others = {"pointer"} if ours else set()
             assert {c.family for c in candidates.candidates(op, M, False, False)} == {"pair"} | others | few
             found = candidates.candidates(op, M, True, True)
-            assert len(found) == len([c for c in all_of if c.family != "small" or M <= SMALL_TOKENS])
+            assert len(found) == len([c for c in all_of if c.family != "small" or M <= SMALL_TOKENS[op]])
             assert {c.block_m for c in found if c.family == "small"} <= {16 if M == 1 else 64}
         json_rows = [{"op": op, "dtype": "bfloat16", "precision": "", "N": 1, "K": 1, "M": i + 1} for i in range(99)]
         both = [replace(c, block_m=max(c.block_m, 16)) for c in (*all_of, *candidates.POINTER_CANDIDATES)]

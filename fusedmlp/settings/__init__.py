@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from . import device, heuristic, tables
-from .types import FAMILIES, GLUON_ONLY_OPS, GLUON_OPS, OPS, SMALL_OPS, SMALL_TOKENS, Settings
+from .types import FAMILIES, GLUON_ONLY_OPS, GLUON_OPS, OPS, SMALL_TOKENS, Settings
 
 __all__ = ["FAMILIES", "OPS", "Settings", "calculate_settings", "measured_row", "override", "overridden"]
 
@@ -27,7 +27,7 @@ active: list[None] = []  # one for each override that some thread is inside of
 def override(**fields: Any) -> Iterator[None]:
     """Force fields of every :class:`Settings` calculated inside, e.g. ``override(family="pointer", stages=2)``.
 
-    A forced ``family`` that the shape cannot take (TMA needs 16-byte strides, "small" 64 tokens at most), or of which
+    A forced ``family`` that the shape cannot take (TMA needs 16-byte strides, "small" few tokens), or of which
     an operation has no kernel, is not forced there.
 
     Raises:
@@ -87,7 +87,7 @@ def calculate_settings(
     tma, gluon = _possible(op, dtype, info, tma)
     forced = dict(overridden())
     family = forced.pop("family", None)
-    if (family == "gluon" and not gluon) or (family == "small" and (op not in SMALL_OPS or M > SMALL_TOKENS)):
+    if (family == "gluon" and not gluon) or (family == "small" and M > SMALL_TOKENS.get(op, 0)):
         family = "tma"
     if family == "tma" and not tma:
         family = "pointer"

@@ -33,7 +33,9 @@ _GROUPED_MEASURED_UP_TO = 8192  # tokens; at this many 1.5 to 4.5 % are left of 
 # For few tokens cuBLAS reads weights of this size (N K) so much faster that it makes up for a launch more.
 _STREAMED_BY_CUBLAS = 7e7
 # Tokens up to which the kernels for small batches serve an operation in 16 bits.
-_SMALL_UP_TO = {"glu": 16, "down": 16}
+_SMALL_UP_TO = {"glu": 16, "down": 32}
+# And the last product of narrow layers (N K), where they are level with cuBLAS and cost the host a launch alone.
+_SMALL_DOWN_UP_TO, _SMALL_DOWN_WEIGHT = 256, 1024 * 4096
 
 
 def family(op: str, M: int, N: int, K: int, dtype: torch.dtype, tma: bool, gluon: bool, info: DeviceInfo) -> str:
@@ -45,7 +47,8 @@ def family(op: str, M: int, N: int, K: int, dtype: torch.dtype, tma: bool, gluon
     if op == "glu_grads":
         fits = M in _GROUPED_TOKENS and N * K <= _GROUPED_WEIGHT
         return "gluon" if gluon and fits else "pair"
-    if tma and M <= _SMALL_UP_TO.get(op, 0) and info.slug != "interpreter":
+    few = _SMALL_DOWN_UP_TO if op == "down" and N * K <= _SMALL_DOWN_WEIGHT else _SMALL_UP_TO.get(op, 0)
+    if tma and M <= few and info.slug != "interpreter":
         return "small"
     if op == "down":
         return "pair"
@@ -124,7 +127,9 @@ def _small(op: str, M: int, N: int, dtype: torch.dtype, info: DeviceInfo, aligne
     weights = 2 if op == "glu" else 1
     stage = (weights * n + m) * k * dtype.itemsize
     stages = max(2, min(stages, (info.shared - 4096) // stage))  # less on GPUs whose blocks have 99 KiB
-    parts = 1 if op == "glu" else 8 if N <= 1024 else 4
+    parts = 1
+    while op == "down" and parts < 8 and 2 * parts * _tiles(M, N, m, n) <= 1.1 * info.sms:  # about a wave of programs
+        parts *= 2
     return Settings("small", m, n, k, parts=parts, warps=4, stages=stages)
 
 

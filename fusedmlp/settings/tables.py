@@ -228,7 +228,7 @@ def find(
     if M > last.M and last.own and last.M < HOLDS_FROM:
         return None
     row = rows[min(bisect_left([row.M for row in rows], M), len(rows) - 1)]
-    if row.settings.family == "small" and (M > SMALL_TOKENS or not aligned):
+    if row.settings.family == "small" and (M > SMALL_TOKENS[op] or not aligned):
         return None
     return None if (row.settings.family, False) in (("tma", tma), ("gluon", gluon)) else row
 

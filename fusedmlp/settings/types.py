@@ -13,8 +13,8 @@ GLUON_OPS = ("linear_act", "glu", "glu_backward", "glu_grads", "glu_weight_grads
 GLUON_ONLY_OPS = ("glu_grads", "glu_weight_grads")
 
 # What has a kernel for small batches, and how many tokens those take.
-SMALL_OPS = ("glu", "down")
-SMALL_TOKENS = 64
+SMALL_TOKENS = {"glu": 64, "down": 256}
+SMALL_OPS = tuple(SMALL_TOKENS)
 
 # glu_grads: dX and all weight gradients of a gated MLP in one launch; glu_weight_grads: the latter alone.
 # down: the last product of an MLP.

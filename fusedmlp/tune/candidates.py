@@ -20,8 +20,11 @@ PAIR_MUST_SAVE = 25.0
 # The table may take it where it holds no more memory than eager does; elsewhere it is measured to be compared with.
 PAIR_MAY_SERVE = ("glu_backward", "dual_dgrad", "glu_grads", "glu_weight_grads", "down")
 PAIR_MAY_SERVE_TOKENS = 256  # at most: there a hidden layer more is small beside the weights, for any op
+# A call of cuBLAS costs the host so much more than one launch of a program (15 to 25 against 5 were seen) that with few
+# tokens, while the host is what waits, it must save this of the last product.
+CUBLAS_MUST_SAVE, CUBLAS_TOKENS = 2.0, 256
 # Of these the pair need not pay for itself. Three separate products against one launch: where they are the faster the
-# device is busy long enough to hide the host. The last product: cuBLAS alone is one launch too.
+# device is busy long enough to hide the host. The last product: cuBLAS alone is one launch too (but see above).
 PAIR_IS_FREE = ("glu_grads", "down")
 # Not in tables: they win in a window of tokens, which rows that stand for ranges do not describe. See the heuristic.
 NOT_TABLED = ("glu_grads", "glu_weight_grads")
@@ -102,6 +105,14 @@ CANDIDATES = {
         small(32, 256, 3, 2),
         small(16, 256, 3),
         small(16, 256, 3, 2),
+        small(32, 128, 4, 3),
+        small(64, 128, 3, 6),
+        small(64, 128, 4, 12),
+        small(64, 128, 3, 4, warps=8),
+        small(64, 128, 3, 8, warps=8),
+        small(128, 64, 4, 6, warps=8),
+        small(128, 64, 4, 12, warps=8),
+        small(128, 128, 3, 8, warps=8),
     ),
     "glu_backward": (
         Settings("pair"),
@@ -225,7 +236,7 @@ def candidates(op: str, M: int, tma: bool, gluon: bool) -> tuple[Settings, ...]:
     padded = 16 if M <= 16 else 32 if M <= 32 else 64
     found = []
     for candidate in CANDIDATES[op]:
-        if candidate.family == "small" and M <= SMALL_TOKENS:
+        if candidate.family == "small" and M <= SMALL_TOKENS[op]:
             found.append(replace(candidate, block_m=padded))
         elif candidate.family in ("pair", *(["tma"] if tma else []), *(["gluon"] if tma and gluon else [])):
             found.append(candidate)
@@ -257,7 +268,8 @@ class Choice:
 def choose(op: str, tokens: int, dtype: torch.dtype, measured: Sequence[tuple[Settings, float]]) -> Choice | None:
     """The fastest of the measured (settings, microseconds); None of none.
 
-    The pair must save :data:`PAIR_MUST_SAVE` (but for :data:`PAIR_IS_FREE`). With more than
+    The pair must save :data:`PAIR_MUST_SAVE` (but for :data:`PAIR_IS_FREE`; with few tokens cuBLAS alone
+    :data:`CUBLAS_MUST_SAVE`). With more than
     :data:`PAIR_MAY_SERVE_TOKENS` it serves the ops of :data:`PAIR_MAY_SERVE` alone. In float32, where the heuristic
     takes it everywhere, it may serve every op.
     """
@@ -268,6 +280,8 @@ def choose(op: str, tokens: int, dtype: torch.dtype, measured: Sequence[tuple[Se
     pair_us = pair[0] if pair else None
     may_serve = op in PAIR_MAY_SERVE or tokens <= PAIR_MAY_SERVE_TOKENS or dtype == torch.float32
     must_save = 0.0 if op in PAIR_IS_FREE else PAIR_MUST_SAVE
+    if op == "down" and tokens <= CUBLAS_TOKENS:
+        must_save = CUBLAS_MUST_SAVE
     if pair and may_serve and (best is None or pair[0] + must_save < best[0]):
         return Choice(pair[1], pair[0], pair[0], best[0] if best else None)
     return Choice(best[1], best[0], pair_us) if best else None

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import checks, explain, settings
+from . import _children, checks, explain, saving, settings
 from . import plan as plans
 from .plan import Plan
 from .program import specify
@@ -25,6 +25,8 @@ MAX_ATTEMPTS = 8  # to write down calls of one plan, which may differ in more th
 _launcher: Any = None
 _connected: bool | None = None
 _tables: dict[Any, Any] = {}
+Options = tuple[str, str, bool, bool]  # operation, activation, recompute, keep_activation
+by_options: dict[Options, Any] = {}  # tables again, by what a module knows of its calls
 paused: list[None] = []  # not empty: every call takes the long way
 _busy = (explain._recorders, settings.active, paused)  # none of them must have anything in it
 
@@ -44,6 +46,8 @@ def _connect() -> bool:
         launch._launcher.connect(
             tensor_type=Tensor,
             parameter_type=torch.nn.Parameter,
+            linear_type=torch.nn.Linear,
+            global_hooks=_children.GLOBAL_HOOKS,
             exchange=capsule,
             grad_enabled=torch.is_grad_enabled,
             dispatch_modes=checks._dispatch_modes,
@@ -74,6 +78,15 @@ def table(op: str, activation: str, save: int) -> Any:
     found = _tables.get(key)
     if found is None and available():
         found = _tables.setdefault(key, _launcher.Table(_pair(op, 1)))
+    return found
+
+
+def of_module(options: Options) -> Any:
+    """The table of modules with these options, from then on in :data:`by_options`; None where there is none."""
+    op, activation, recompute, keep = options
+    found = table(op, activation, saving.level(recompute, keep))
+    if found is not None:
+        by_options[options] = found
     return found
 
 

@@ -111,8 +111,10 @@ def linear_small(
     repeat bit for bit whichever program that is. No program waits for another: the grid may have any size.
 
     x [M, K] and w [N, K] have their own row strides, y and pre [M, N] are contiguous. partial: fp32 [SPLITS, M, N];
-    counter: an int32 a tile, zero before and after. Neither is touched with a single split. DEPENDENT: the launch starts
-    before the kernel ahead of it has ended; it brings its weights into L2 and then waits for that.
+    counter: an int32 a tile, zero before and after. Neither is touched with a single split.
+
+    DEPENDENT: the launch starts before the kernel ahead of it has ended, and waits here for that. Fetching weights into
+    L2 meanwhile made the kernel ahead slower than it helped.
     """
     tiles_m = tl.cdiv(M, BLOCK_M)
     split = tl.program_id(0) % SPLITS
@@ -127,12 +129,6 @@ def linear_small(
     first = split * share
     last = tl.minimum(K, first + share)
     if DEPENDENT:
-        LINE: tl.constexpr = 1024 // w_ptr.dtype.element_ty.primitive_bitwidth  # elements of 128 bytes
-        LINES: tl.constexpr = BLOCK_K // LINE if BLOCK_K > LINE else 1
-        starts = tl.arange(0, LINES)[None, :] * LINE
-        lines = w_ptr + features[:, None].to(tl.int64) * w_stride + starts
-        for k in range(first, last, BLOCK_K):
-            prefetch(tl.where((features[:, None] < N) & (starts < K - k), lines + k, w_ptr))
         gdc_wait()
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for k in range(first, last, BLOCK_K):
@@ -155,14 +151,6 @@ def linear_small(
                 total += tl.load(partial_ptr + i * size + at, mask=mask, other=0.0, cache_modifier=".cg")
             _finish(total, b_ptr, y_ptr, pre_ptr, features, at, mask, N, ACT, HAS_BIAS, SAVE_PRE, FAST_MATH)
             tl.atomic_xchg(counter_ptr + tile, 0, sem="relaxed", scope="gpu")  # for the next launch, or a replay
-
-
-@triton.jit
-def prefetch(pointers):
-    """Bring the 128-byte lines at these addresses into L2."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
-    )
 
 
 @triton.jit

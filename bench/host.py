@@ -201,7 +201,7 @@ def nothing_step(case: Case) -> common.Call:
 
 
 def step_rows(variants: Sequence[str], scale: int) -> Rows:
-    """Wall clock and host time of a training step, by both ways of running the backward; and of one that does nothing."""
+    """Wall clock and host time of a training step, and of one that does nothing, in both threads."""
     rows: Rows = []
     case = _geglu(STEP, variants)
     calls = {v: case.step(v) for v in variants} | {"nothing": nothing_step(case)}

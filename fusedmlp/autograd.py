@@ -89,30 +89,31 @@ class Fused(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         call, biases, versions, _ = ctx.call
+        saved = ctx.saved_tensors  # once: hooks may unpack them
         if call.tables is not None and not any_autocast() and not torch.compiler.is_compiling():
             table = call.tables.get(ctx.needs_input_grad)
             if table is not None:
                 if call.save == saving.INPUT:
                     _check_unchanged(biases, versions)
-                grads = table.call(gy, *ctx.saved_tensors, *biases)
+                grads = table.call(gy, *saved, *biases)
                 if grads is not None:
                     return grads  # type: ignore[no-any-return]
         device_type = call.plan.device.type
         if autocasting(device_type):
             # Backward works in the dtypes that forward chose, whatever autocast says where it runs.
             with torch.autocast(device_type, enabled=False):
-                return None, *_gradients(ctx, gy)
-        return None, *_gradients(ctx, gy)
+                return None, *_gradients(ctx, saved, gy)
+        return None, *_gradients(ctx, saved, gy)
 
 
 # Function.apply without its look-out for torch.func, in which no call comes here (checks.plain).
 apply = super(torch.autograd.Function, Fused).apply
 
 
-def _gradients(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
+def _gradients(ctx: Any, saved: Sequence[Tensor], gy: Tensor) -> tuple[Tensor | None, ...]:
     """By the long way, which may write itself down."""
     call, biases, versions, places = ctx.call
-    plan, saved, needs = call.plan, ctx.saved_tensors, ctx.needs_input_grad[1:]
+    plan, needs = call.plan, ctx.needs_input_grad[1:]
     layers = call.layers
     x, weights, kept = saved[0], saved[1 : 1 + layers], saved[1 + layers :]
     if torch.compiler.is_compiling():

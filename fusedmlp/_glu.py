@@ -86,7 +86,7 @@ class FusedGLUMLP(CheckedLoad):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., hidden_size] -> [..., out_features]; errors as ``functional.glu_mlp``."""
-        if not torch.compiler.is_compiling() and not any_autocast():
+        if steady.possible and not torch.compiler.is_compiling() and not any_autocast():
             options = ("glu_mlp", self.activation, self.recompute, self.keep_activation)
             table = steady.by_options.get(options) or steady.of_module(options)
             if table is not None:

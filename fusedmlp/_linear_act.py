@@ -233,7 +233,7 @@ class FusedReLUMLP(CheckedLoad):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., sizes[0]] -> [..., sizes[-1]]; errors as ``functional.relu_mlp``."""
-        if not torch.compiler.is_compiling() and not any_autocast():
+        if steady.possible and not torch.compiler.is_compiling() and not any_autocast():
             table = steady.by_options.get(_STACK) or steady.of_module(_STACK)
             if table is not None:
                 y = table.call_linears(self._modules, self.layer_names, x)

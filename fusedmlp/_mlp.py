@@ -71,7 +71,7 @@ class FusedMLP(CheckedLoad):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., hidden_size] -> [..., out_features]; errors as ``functional.mlp``."""
-        if not torch.compiler.is_compiling() and not any_autocast():
+        if steady.possible and not torch.compiler.is_compiling() and not any_autocast():
             options = ("mlp", self.activation, self.recompute, False)
             table = steady.by_options.get(options) or steady.of_module(options)
             if table is not None:

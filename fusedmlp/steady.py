@@ -24,6 +24,7 @@ from .record import Record
 MAX_ATTEMPTS = 8  # to write down calls of one plan, which may differ in more than the plan's key
 _launcher: Any = None
 _connected: bool | None = None
+possible = True  # until it is known that it is not
 _tables: dict[Any, Any] = {}
 Options = tuple[str, str, bool, bool]  # operation, activation, recompute, keep_activation
 by_options: dict[Options, Any] = {}  # tables again, by what a module knows of its calls
@@ -33,13 +34,13 @@ _busy = (explain._recorders, settings.active, paused)  # none of them must have 
 
 def _connect() -> bool:
     """Whether tables can serve; tells the launcher, the first time, what it asks of PyTorch."""
-    global _launcher, _connected
+    global _launcher, _connected, possible
     from . import launch
 
     capsule = getattr(Tensor, "__dlpack_c_exchange_api__", None)
     allocate = getattr(torch._C, "_cuda_cudaCachingAllocator_raw_alloc", None)
     release = getattr(torch._C, "_cuda_cudaCachingAllocator_raw_delete", None)
-    _connected = False
+    _connected = possible = False
     if launch._launcher is None or not launch.known_triton() or capsule is None or allocate is None or release is None:
         return False
     try:
@@ -63,7 +64,7 @@ def _connect() -> bool:
     except RuntimeError:  # an exchange interface of another version
         return False
     _launcher = launch._launcher
-    _connected = True
+    _connected = possible = True
     return True
 
 

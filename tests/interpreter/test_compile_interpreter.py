@@ -14,4 +14,6 @@ def device() -> torch.device:
 
 
 class TestCompile(CompileSuite):
-    pass
+    # One tile of tokens and a few: what a thousand cost the interpreter shows nothing more.
+    token_counts = (7, 8, 64, 65, 130, 1, 2, 0, 130)
+    more_token_counts = (3, 33, 66)

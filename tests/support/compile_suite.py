@@ -116,6 +116,8 @@ def detached(value: Any, grad: bool) -> Any:
 
 class CompileSuite:
     backend = "aot_eager"
+    token_counts: tuple[int, ...] = TOKENS
+    more_token_counts: tuple[int, ...] = (3, 33, 129, 500)
 
     @pytest.fixture(autouse=True)
     def _fresh_dynamo(self):
@@ -161,12 +163,12 @@ class CompileSuite:
         plain = functional(op)
         compiled = torch.compile(plain, fullgraph=True, backend=counter, dynamic=dynamic)
         parameters = leaves_of(op, torch.float32, device)
-        for rows in TOKENS:
+        for rows in self.token_counts:
             parameters["x"] = torch.randn(rows, SMALL[op][0], device=device)
             assert_same(op, compiled, plain, parameters)
         assert counter.frame_count <= graphs
         compiled_so_far = counter.frame_count
-        for rows in (3, 33, 129, 500):
+        for rows in self.more_token_counts:
             parameters["x"] = torch.randn(rows, SMALL[op][0], device=device)
             compiled(parameters)
         assert counter.frame_count <= compiled_so_far + 1, "a new token count compiled again"

@@ -32,12 +32,14 @@ _busy = (explain._recorders, settings.active, paused)  # none of them must have 
 def _connect() -> bool:
     """Whether tables can serve; tells the launcher, the first time, what it asks of PyTorch."""
     global _launcher, _connected
-    from . import launch
-
+    _connected = False
+    try:
+        from . import launch
+    except ImportError:  # no Triton
+        return False
     capsule = getattr(Tensor, "__dlpack_c_exchange_api__", None)
     allocate = getattr(torch._C, "_cuda_cudaCachingAllocator_raw_alloc", None)
     release = getattr(torch._C, "_cuda_cudaCachingAllocator_raw_delete", None)
-    _connected = False
     if launch._launcher is None or not launch.known_triton() or capsule is None or allocate is None or release is None:
         return False
     try:
@@ -56,7 +58,7 @@ def _connect() -> bool:
             allocate=allocate,
             release=release,
         )
-    except RuntimeError:  # an exchange interface of another version
+    except (RuntimeError, ValueError):  # an exchange interface of another version or name
         return False
     _launcher = launch._launcher
     _connected = True

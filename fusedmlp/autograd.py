@@ -9,6 +9,7 @@ PyTorch meaning.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,7 +39,8 @@ class Call:
         self.plan, self.save, self.layers = plan, save, len(biases)
         self.level = plan.kept(save, needs)
         self.has_bias = any(b is not None for b in biases)
-        self.run: Callable[..., Sequence[Any]] = self._by_launches
+        # Not a method: a call that refers to itself would wait for the garbage collector.
+        self.run: Callable[..., Sequence[Any]] = partial(_by_launches, plan, self.layers, self.level)
         self.tables: dict[tuple[bool, ...], Any] | None = None
         self.steady = self.bound = False
 
@@ -47,18 +49,11 @@ class Call:
         self.run, self.tables = self._written_down, {}
         return self
 
-    def _by_launches(self, x: Tensor, *operands: Tensor | None) -> tuple[Any, ...]:
-        weights, biases = operands[: self.layers], operands[self.layers :]
-        y, kept = OPERATIONS[self.plan.op].forward(self.plan, x, weights, biases, self.level)
-        # An alias, not a view: users may change the result in place.
-        out = y if x.dim() == 2 else torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[1]))
-        # An output is saved as what forward returns: autograd then keeps no reference from the graph to itself.
-        return out, *[out if t is y else t for t in kept]
-
     def _written_down(self, *operands: Tensor | None) -> Sequence[Any]:
-        found, program, self.bound = steady.write_down(self.plan, lambda: self._by_launches(*operands), operands)  # type: ignore[arg-type]
+        run = partial(_by_launches, self.plan, self.layers, self.level)
+        found, program, self.bound = steady.write_down(self.plan, partial(run, *operands), operands)
         self.steady = program is not None
-        self.run = program.run if self.steady else self._by_launches
+        self.run = program.run if self.steady else run
         if not self.steady:
             self.tables = None  # of this call alone: nobody would look into them again
         return found
@@ -69,6 +64,15 @@ class Call:
             return None
         found = self.tables.get(needs)
         return self.tables.setdefault(needs, steady.backward_table(self.plan.op)) if found is None else found
+
+
+def _by_launches(plan: Plan, layers: int, level: int, x: Tensor, *operands: Tensor | None) -> tuple[Any, ...]:
+    weights, biases = operands[:layers], operands[layers:]
+    y, kept = OPERATIONS[plan.op].forward(plan, x, weights, biases, level)
+    # An alias, not a view: users may change the result in place.
+    out = y if x.dim() == 2 else torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[1]))
+    # An output is saved as what forward returns: autograd then keeps no reference from the graph to itself.
+    return out, *[out if t is y else t for t in kept]
 
 
 class Fused(torch.autograd.Function):
@@ -147,7 +151,7 @@ def _gradients(ctx: Any, saved: Sequence[Tensor], gy: Tensor) -> tuple[Tensor | 
     inputs = (gy, *saved, *biases)
     (_, *found), program, bound = steady.write_down(plan, lambda: (None, *run()), inputs)
     if program is not None:
-        table.add(program, bound, *inputs)
+        steady.add(plan, table, program, bound, inputs)
     return tuple(found)
 
 

@@ -9,7 +9,7 @@ Torch torch;
 static PyObject *name_is_neg, *name_level, *name_hook, *name_calls;
 
 static int make_names(void) {
-    if (name_calls)
+    if (name_calls && name_hook && name_level && name_is_neg)
         return 0;
     name_is_neg = PyUnicode_InternFromString("is_neg");
     name_level = PyUnicode_InternFromString("_current_level");
@@ -50,20 +50,23 @@ PyObject *torch_connect(PyObject *module, PyObject *args, PyObject *keywords) {
                      exchange->major, exchange->minor, (int)DLPACK_MAJOR);
         return NULL;
     }
-    for (size_t i = 0; i < sizeof wanted / sizeof *wanted; i++)
-        if (!PyDict_GetItemString(keywords, wanted[i].name)) {
+    enum { COUNT = sizeof wanted / sizeof *wanted };
+    PyObject *values[COUNT];
+    for (size_t i = 0; i < COUNT; i++) {
+        values[i] = PyDict_GetItemString(keywords, wanted[i].name);
+        if (!values[i]) {
             PyErr_Format(PyExc_TypeError, "connect() needs %s", wanted[i].name);
             return NULL;
         }
-    PyObject *busy = PyDict_GetItemString(keywords, "busy");
-    if (!PyTuple_Check(busy)) {
-        PyErr_SetString(PyExc_TypeError, "busy must be a tuple of lists");
-        return NULL;
+        if (wanted[i].target == &torch.busy && !PyTuple_Check(values[i])) {
+            PyErr_SetString(PyExc_TypeError, "busy must be a tuple of lists");
+            return NULL;
+        }
     }
-    for (size_t i = 0; i < sizeof wanted / sizeof *wanted; i++) {
-        PyObject *old = *wanted[i].target, *value = PyDict_GetItemString(keywords, wanted[i].name);
-        Py_INCREF(value);
-        *wanted[i].target = value;
+    for (size_t i = 0; i < COUNT; i++) {
+        PyObject *old = *wanted[i].target;
+        Py_INCREF(values[i]);
+        *wanted[i].target = values[i];
         Py_XDECREF(old);
     }
     torch.exchange = exchange; /* static in PyTorch */

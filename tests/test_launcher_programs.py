@@ -329,3 +329,35 @@ def test_nothing_leaks(run) -> None:
         assert grown < 3000, grown
         assert counts() == before
     """)
+
+
+def test_no_memory_is_an_exception_wherever_it_happens(run) -> None:
+    pytest.importorskip("_testcapi", reason="this Python was built without its tests")
+    run("""
+        import _testcapi
+        made, plan = (Tensor(1 << 20), Tensor(1 << 21)), launcher.Plan(0, 2, kernels(2))
+        launcher.connect(**(parts | dict(allocate=lambda *_: 1 << 40, release=lambda _: None)))
+        steps = (("take", 1, 8), call(lambda *a, **k: made, (None, 5), ((0, 2),), {"a": 1}, (("b", 2),), (3, 4)),
+                 ("launch", 0, 2), ("give", 1), ("take", 1, 8))
+        steps = (call(lambda: made[0], results=(2,)), *steps)
+        new = plan, 1, 5, ((2, 0), (1, 4)), steps, (2, None, 3), False, made
+        p = launcher.Program(*new)
+        counted = (*made, plan, p, steps)
+        for function, *args in [
+            (p.run, None), (launcher.Program, *new), (launcher.Plan, 0, 2, kernels(2)), (launcher.Table, -1),
+            (lambda: launcher.connect(**parts),),
+        ]:
+            failures = 0
+            before = [sys.getrefcount(c) for c in counted]
+            for n in range(40):
+                _testcapi.set_nomemory(n, n + 1)
+                try:
+                    function(*args)
+                except (MemoryError, TypeError):  # connect() takes a name that it cannot look up for a missing one
+                    failures += 1
+                finally:
+                    _testcapi.remove_mem_hooks()
+            assert 0 < failures < 40, (function, failures)
+            assert [sys.getrefcount(c) for c in counted] == before
+        assert fake.fake_retained() == 1
+    """)

@@ -92,27 +92,30 @@ class Fused(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        call, biases, versions, _ = ctx.call
         saved = ctx.saved_tensors
-        if not any_autocast():
-            table = call.backwards(ctx.needs_input_grad)
-            if table is not None and not torch.compiler.is_compiling():
-                if call.save == saving.INPUT:
-                    _check_unchanged(biases, versions)
-                grads = table.call(gy, *saved, *biases)
-                if grads is not None:
-                    return grads  # type: ignore[no-any-return]
-            return None, *_gradients(ctx, saved, gy)
-        device_type = call.plan.device.type
-        if autocasting(device_type):
-            # Backward works in the dtypes that forward chose, whatever autocast says where it runs.
-            with torch.autocast(device_type, enabled=False):
-                return None, *_gradients(ctx, saved, gy)
-        return None, *_gradients(ctx, saved, gy)
+        if any_autocast():
+            device_type = ctx.call[0].plan.device.type
+            if autocasting(device_type):
+                # Backward works in the dtypes that forward chose, whatever autocast says where it runs.
+                with torch.autocast(device_type, enabled=False):
+                    return _backward(ctx, saved, gy)
+        return _backward(ctx, saved, gy)
 
 
 # Function.apply without its look-out for torch.func, in which no call comes here (checks.plain).
 apply = super(torch.autograd.Function, Fused).apply
+
+
+def _backward(ctx: Any, saved: Sequence[Tensor], gy: Tensor) -> tuple[Tensor | None, ...]:
+    call, biases, versions, _ = ctx.call
+    table = call.backwards(ctx.needs_input_grad)
+    if table is not None and not torch.compiler.is_compiling():
+        if call.save == saving.INPUT:
+            _check_unchanged(biases, versions)
+        grads = table.call(gy, *saved, *biases)
+        if grads is not None:
+            return grads  # type: ignore[no-any-return]
+    return None, *_gradients(ctx, saved, gy)
 
 
 def _gradients(ctx: Any, saved: Sequence[Tensor], gy: Tensor) -> tuple[Tensor | None, ...]:
@@ -146,7 +149,7 @@ def _gradients(ctx: Any, saved: Sequence[Tensor], gy: Tensor) -> tuple[Tensor | 
         return grads[0].view(x.shape), *grads[1:]
 
     table = call.backwards(ctx.needs_input_grad)
-    if table is None or any_autocast() or not steady.ripe(plan, f"backward {needs}"):
+    if table is None or not steady.ripe(plan, f"backward {needs}"):
         return run()
     inputs = (gy, *saved, *biases)
     (_, *found), program, bound = steady.write_down(plan, lambda: (None, *run()), inputs)

@@ -178,6 +178,61 @@ def test_batched_gradients(launcher):
         same(batched(fused), batched(plain))
 
 
+def test_inference_and_no_gradients_share_programs():
+    modes = [torch.inference_mode, torch.no_grad, torch.inference_mode, torch.no_grad, torch.enable_grad]
+    with simulated() as made:
+        for seed, mode in enumerate(modes):
+            tensors = [t.detach() for t in operands(seed)]
+            with mode():
+                y = fused(tensors)
+                assert y.is_inference() == (mode is torch.inference_mode) and not y.requires_grad
+                same([y], [plain(tensors)])
+        assert [p.runs for p in made.programs] == [3]
+        with torch.inference_mode():
+            frozen = operands(0)[0].detach().clone()
+        for _ in range(3):
+            with pytest.raises(RuntimeError, match="Inference tensors cannot be saved for backward"):
+                fused([frozen, *operands(0)[1:]])
+
+
+def test_gradients_switched_off_and_on_and_hooked(launcher):
+    def found(function: Any) -> list[Any]:
+        seen: list[Any] = []
+        for off in (1, 3, None):
+            tensors = operands(7)
+            if off is not None:
+                tensors[off].requires_grad_(False)
+            tensors[2].register_hook(lambda g: g * 3)
+            y = function(tensors)
+            y.register_hook(lambda g: g + 1)
+            y.square().sum().backward()
+            seen += [t.grad for t in tensors]
+        return seen
+
+    for _ in range(3):
+        same(found(fused), found(plain))
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_autocast(inside):
+    def found(function: Any, seed: int) -> list[Any]:
+        tensors = operands(seed)
+        with torch.autocast("cpu", torch.bfloat16):
+            y = function(tensors)
+            if inside:
+                y.float().sum().backward()
+        if not inside:
+            y.float().sum().backward()
+        return [y, *[t.grad for t in tensors]]
+
+    with simulated() as made:
+        for seed in range(4):
+            ours, eager = found(fused, seed), found(plain, seed)
+            assert [t.dtype for t in ours] == [torch.bfloat16] + [torch.float32] * 5
+            torch.testing.assert_close(ours, eager, rtol=0.05, atol=0.1)
+        assert [p.runs for p in made.programs] == [2, 1]
+
+
 def test_a_function_of_pytorch_is_replaced_while_it_is_written_down():
     class Doubled(TorchFunctionMode):
         def __torch_function__(self, func, types, args=(), kwargs=None):

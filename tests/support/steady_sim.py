@@ -113,7 +113,7 @@ class Table:
 
     def _key(self, operands: Sequence[Tensor | None]) -> Any:
         recorded = torch.is_grad_enabled()
-        parts: list[Any] = [recorded, plans.fp32_precision(), settings.overridden()]
+        parts: list[Any] = [plans.fp32_precision(), settings.overridden()]
         for t in operands:
             parts.append(
                 t if t is None else (t.shape, t.stride(), t.dtype, t.data_ptr() % 16, recorded and t.requires_grad)

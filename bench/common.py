@@ -35,12 +35,15 @@ from fusedmlp.tune.timing import relative_error as relative_error
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).resolve().parent / "results"
 PASSES = ("forward", "backward", "step")
-METRICS = ("kernel_us", "graph_us", "wall_us", "host_us", "kernels", "peak_bytes", "saved_bytes", "rel_error")
+METRICS = (
+    *("kernel_us", "kernel_alone_us", "graph_us", "wall_us", "host_us"),
+    *("kernels", "peak_bytes", "saved_bytes", "rel_error"),
+)
 ROW_KEYS = (
     *("op", "pass", "tokens", "hidden", "intermediate", "dtype", "bias", "variant", "metric"),
     *("median", "low", "high", "n"),
 )
-TIMES = ("kernel_us", "graph_us", "wall_us")
+TIMES = ("kernel_us", "kernel_alone_us", "graph_us", "wall_us")
 GRAPHS_UP_TO = 2048  # tokens for which the grid takes graph replays, where launch gaps count; kernel time above
 FILE_KEYS = ("bench", "date", "commit", "gpu", "driver", "torch", "triton", "packages", "ceilings", "rows")
 PACKAGES = (
@@ -215,7 +218,7 @@ def load(path: str | Path) -> dict[str, Any]:
 # ----------------------------------------------------------------------------------------------- timing
 
 
-# What a turn of kernel_us profiles: calls that fill LEAD_US again after the profiler's start, during which the device
+# What a turn of a kernel time profiles: calls that fill LEAD_US again after the profiler's start, when the device
 # idles, then those that count, PROFILED_US of them within these bounds. Of calls above LONG_US two will do.
 LEAD_US, LEAD_CALLS = 25_000.0, 64
 PROFILED_US, PROFILED_CALLS = 8_000.0, (4, 24)
@@ -223,11 +226,51 @@ LONG_US, LONG_CALLS = 20_000.0, 2
 
 
 def kernel_us(variants: dict[str, Call], sets: int, rounds: int = 3) -> dict[str, list[float]]:
-    """Summed device time of the kernels of a call under sustained load, from the profiler, in microseconds.
+    """Summed device time of the kernels of a call, from the profiler, in microseconds; gaps between them do not count.
 
-    Gaps between kernels do not count; the clock that the card holds under load does. Each turn of a variant first runs
-    it unprofiled for 50 ms of device work (timing.SETTLE_US), then again under the profiler for 25 ms that are thrown
-    away, and only then counts 4 to 24 calls (2 of those above 20 ms). About 0.1 s a turn; turns rotate.
+    The calls of all variants follow each other in an order that rotates, so that they share the clock that the card
+    holds under their common load. A round first runs them unprofiled for 50 ms of device work (timing.SETTLE_US), then
+    again under the profiler for 25 ms that are thrown away, and only then counts 4 to 24 calls of each (2 where all of
+    them together take more than 20 ms).
+    """
+    names = list(variants)
+    about = {name: max(1.0, look_us(call)) for name, call in variants.items()}
+    total = sum(about.values())
+    size = {name: len(_kernels_of(lambda call=call: call(0))) for name, call in variants.items()}
+    lead, counted = profiled_calls(total)
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for _ in range(rounds):
+        orders = list(turns(names, lead + counted))
+
+        def all_calls(orders: list[list[str]] = orders) -> None:
+            for i, order in enumerate(orders):
+                for name in order:
+                    variants[name](i % sets)
+
+        settle(lambda i: [call(i) for call in variants.values()], sets, total)
+        kernels = _kernels_of(all_calls)
+        if len(kernels) != (lead + counted) * sum(size.values()):
+            raise BenchError(f"{len(kernels)} kernels in {lead + counted} turns of {size}: the calls are not alike")
+        left = iter(kernels)
+        for i, order in enumerate(orders):
+            for name in order:
+                took = sum(next(left) for _ in range(size[name]))
+                if i >= lead:
+                    times[name].append(took)
+    return times
+
+
+def _kernels_of(fn: Any) -> list[float]:
+    """Device time of each kernel that a function launches, in order, in microseconds."""
+    return [e.duration_us for e in capture_events(fn) if e.kind == "kernel"]
+
+
+def kernel_alone_us(variants: dict[str, Call], sets: int, rounds: int = 3) -> dict[str, list[float]]:
+    """As :func:`kernel_us`, of a variant that runs alone: at the clock that the card holds under its own load.
+
+    Where the card is limited by its power, what draws less runs at a higher clock. Each turn of a variant first runs it
+    unprofiled for 50 ms of device work, then again under the profiler for 25 ms that are thrown away, and only then
+    counts 4 to 24 calls (2 of those above 20 ms). About 0.1 s a turn; turns rotate.
     """
     times: dict[str, list[float]] = {name: [] for name in variants}
     about = {name: max(1.0, look_us(call)) for name, call in variants.items()}
@@ -252,7 +295,7 @@ def _kernel_times(call: Call, sets: int, us: float) -> list[float]:
         for i in range(lead + counted):
             call(i % sets)
 
-    kernels = [e.duration_us for e in capture_events(all_calls) if e.kind == "kernel"]
+    kernels = _kernels_of(all_calls)
     if len(kernels) % (lead + counted):
         raise BenchError(f"{len(kernels)} kernels in {lead + counted} calls: the calls are not alike")
     size = len(kernels) // (lead + counted)

@@ -111,6 +111,13 @@ def table(rows: Rows, limits: Sequence[Limit], ceilings: dict[str, float]) -> tu
         missed += not holds
         numbers = f"{theirs['median']:>10.1f}{ours['median']:>10.1f}{ours['low']:>9.1f}{ours['high']:>9.1f}"
         lines.append(f"{head}{numbers}{share:>8.2f}{limit.share:>9.2f}  {'holds' if holds else 'MISSED'}")
+    for mode in ("", SAME_THREAD):
+        least, theirs = (cells.get(("geglu", "step", STEP, "wall_us", f"{v}{mode}")) for v in ("nothing", "eager"))
+        if least is not None and theirs is not None:
+            share = least["median"] / theirs["median"]
+            lines.append(
+                f"a step of a Function that computes nothing{mode}: {least['median']:.1f}, {share:.2f} of eager"
+            )
     tokens, hidden, intermediate = DECODE[-3]
     largest = cells.get(("geglu", "forward", (tokens, hidden, intermediate), "graph_us", "fused"))
     if largest is not None:
@@ -168,11 +175,36 @@ def forward_rows(variants: Sequence[str], scale: int) -> Rows:
     return rows
 
 
+class Nothing(torch.autograd.Function):
+    """What PyTorch itself takes for an operation in Python with a gated layer's operands: it only allocates results."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, *weights)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, gy: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+        return tuple([torch.empty_like(t) for t in ctx.saved_tensors])
+
+
+def nothing_step(case: Case) -> common.Call:
+    """A training step of :class:`Nothing`: no step of a Function in Python can be shorter."""
+    leaves = [[x, *built.parameters] for x, built in zip(case.x, case.built["eager"], strict=True)]
+
+    def call(i: int) -> None:
+        torch.autograd.backward(Nothing.apply(*leaves[i]), case.dy[i])
+        for leaf in leaves[i]:
+            leaf.grad = None
+
+    return call
+
+
 def step_rows(variants: Sequence[str], scale: int) -> Rows:
-    """Wall clock and host time of a training step, by both ways of running the backward."""
+    """Wall clock and host time of a training step, and of one that does nothing, in both threads."""
     rows: Rows = []
     case = _geglu(STEP, variants)
-    calls = {v: case.step(v) for v in variants}
+    calls = {v: case.step(v) for v in variants} | {"nothing": nothing_step(case)}
     for suffix, mode in (("", nullcontext), (SAME_THREAD, in_calling_thread)):
         with mode():
             for call in calls.values():

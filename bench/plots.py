@@ -14,7 +14,12 @@ from bench import common
 MATRICES = {"geglu": 3, "swiglu": 3, "mlp_relu": 2}  # weight matrices of hidden x intermediate
 PRODUCTS = {"forward": 1, "backward": 2, "step": 3}  # matrix products with each of them in a pass
 BASES = ("eager", "compile")
-NAMES = {"kernel_us": "kernel time", "graph_us": "CUDA graph replay", "wall_us": "wall clock"}
+NAMES = {
+    "kernel_us": "kernel time",
+    "kernel_alone_us": "kernel time, each alone",
+    "graph_us": "CUDA graph replay",
+    "wall_us": "wall clock",
+}
 GRID = ("graph_us", "kernel_us")  # of the grid: each cell has one of them, by its tokens
 BARS = 12  # shapes of a pass that fit beside each other; more become lines
 FORMATS = ("png", "svg")

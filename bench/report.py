@@ -27,14 +27,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench import common, heuristic, plots, summary
 
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
-UNITS = {"kernel_us": "kernel time, us", "graph_us": "CUDA graph replay, us", "wall_us": "wall clock, us"}
-UNITS |= {
+UNITS = {
+    "kernel_us": "kernel time, us",
+    "kernel_alone_us": "kernel time, each alone, us",
+    "graph_us": "CUDA graph replay, us",
+    "wall_us": "wall clock, us",
     "host_us": "host time, us",
     "kernels": "device kernels",
     "rel_error": "relative error against float64",
 }
 UNITS |= {"peak_bytes": "peak memory of a call, MiB", "saved_bytes": "memory kept for backward, MiB"}
-ORDER = ("kernel_us", "graph_us", "wall_us", "host_us", "kernels", "peak_bytes", "saved_bytes", "rel_error")
+ORDER = common.METRICS
 
 
 def _number(metric: str, value: float) -> str:

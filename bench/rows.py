@@ -30,6 +30,8 @@ def measure(case: Case, pass_: str, metric: str, names: Sequence[str], effort: i
         return common.graph_us(calls, case.sets, rounds)
     if metric == "kernel_us":
         return common.kernel_us(calls, case.sets, (1, 2, 3)[effort])
+    if metric == "kernel_alone_us":
+        return common.kernel_alone_us(calls, case.sets, (1, 2, 3)[effort])
     if metric == "peak_bytes":
         return {v: common.peak_bytes(c) for v, c in calls.items()}
     if metric == "saved_bytes":

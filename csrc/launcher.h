@@ -124,7 +124,8 @@ void *new_aligned(size_t bytes, void **memory);
 
 /* Of PyTorch: what a steady call asks it, connected once. */
 typedef struct {
-    PyObject *tensor_type, *parameter_type;
+    PyObject *tensor_type, *parameter_type, *linear_type;
+    PyObject *global_hooks; /* a tuple of dicts, empty while no hook is registered for every module */
     PyObject *grad_enabled, *dispatch_modes, *tracing_state, *transforms_active; /* callables without arguments */
     PyObject *forward_ad;                                                        /* a module: its _current_level */
     PyObject *hooks;      /* has a launch_enter_hook, whose `calls` are empty while nobody looks on */
@@ -143,6 +144,10 @@ int torch_quiet(void);
 
 /* 1 with the view of a plain tensor whose memory holds its values, 0 where it is none; never an exception. */
 int torch_view(PyObject *object, DLTensor *view);
+
+/* Fills in the weights, then the biases (borrowed), of children that are Linears and nothing else. 1; 0 where one is more
+ * than that; never an exception. */
+int torch_linears(PyObject *children, PyObject *names, PyObject **operands);
 
 /* What a callable without arguments says: 1, 0, or -1 with an exception. */
 int torch_ask(PyObject *callable);

@@ -170,8 +170,7 @@ static int at_home(const Look *look) {
     return !look->cuda || (driver.library && !driver.context_device(&current) && current == look->device);
 }
 
-static PyObject *table_call(PyObject *self, PyObject *const *operands, Py_ssize_t count) {
-    Table *table = (Table *)self;
+static PyObject *serve(Table *table, PyObject *const *operands, Py_ssize_t count) {
     Look look;
     if (!table->count)
         Py_RETURN_NONE;
@@ -206,6 +205,29 @@ static PyObject *table_call(PyObject *self, PyObject *const *operands, Py_ssize_
         result = program_run(value, operands, look.addresses, look.stream);
     }
     Py_DECREF(value);
+    return result;
+}
+
+static PyObject *table_call(PyObject *self, PyObject *const *operands, Py_ssize_t count) {
+    return serve((Table *)self, operands, count);
+}
+
+/* call_linears(children, names, x) */
+static PyObject *table_call_linears(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+    PyObject *operands[MAX_OPERANDS + 1];
+    Py_ssize_t layers = count == 3 && PyTuple_Check(args[1]) ? PyTuple_Size(args[1]) : -1;
+    if (layers < 0) {
+        PyErr_SetString(PyExc_TypeError, "call_linears() takes a dict of modules, a tuple of names and x");
+        return NULL;
+    }
+    if (!((Table *)self)->count || 1 + 2 * layers > MAX_OPERANDS || !torch_linears(args[0], args[1], operands + 1))
+        Py_RETURN_NONE;
+    operands[0] = args[2];
+    for (Py_ssize_t i = 1; i <= 2 * layers; i++)
+        Py_INCREF(operands[i]); /* a callable may take them out of their modules */
+    PyObject *result = serve((Table *)self, operands, 1 + 2 * layers);
+    for (Py_ssize_t i = 1; i <= 2 * layers; i++)
+        Py_DECREF(operands[i]);
     return result;
 }
 
@@ -297,6 +319,11 @@ PyDoc_STRVAR(call_doc,
              "The result of what was added for operands that look like these, or None where nothing was, or where a mode, a\n"
              "hook or a capture stands in the way.");
 
+PyDoc_STRVAR(call_linears_doc,
+             "call_linears(children, names, x)\n--\n\n"
+             "call(x, *weights, *biases) of the Linears of these names in a module's dict of children; None, too, where\n"
+             "one of them is anything but a plain Linear, or hooks are registered for every module.");
+
 PyDoc_STRVAR(add_doc,
              "add(value, bound, *operands)\n--\n\n"
              "Use a Program, or a callable that takes the operands, for operands that look like these. bound: not inside a\n"
@@ -312,6 +339,7 @@ PyDoc_STRVAR(table_doc,
 
 static PyMethodDef table_methods[] = {
     {"call", (PyCFunction)(void (*)(void))table_call, METH_FASTCALL, call_doc},
+    {"call_linears", (PyCFunction)(void (*)(void))table_call_linears, METH_FASTCALL, call_linears_doc},
     {"add", (PyCFunction)(void (*)(void))table_add, METH_FASTCALL, add_doc},
     {"clear", table_clear, METH_NOARGS, clear_doc},
     {NULL, NULL, 0, NULL},

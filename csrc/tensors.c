@@ -6,16 +6,32 @@
 
 Torch torch;
 
-static PyObject *name_is_neg, *name_level, *name_hook, *name_calls;
+static PyObject *name_is_neg, *name_level, *name_hook, *name_calls, *name_parameters, *name_weight, *name_bias;
+/* Of a Linear's __dict__: dicts that are empty, and what is not there, while calling it is its product alone. */
+static PyObject *hook_names[4], *name_forward;
 
 static int make_names(void) {
-    if (name_calls && name_hook && name_level && name_is_neg)
-        return 0;
-    name_is_neg = PyUnicode_InternFromString("is_neg");
-    name_level = PyUnicode_InternFromString("_current_level");
-    name_hook = PyUnicode_InternFromString("launch_enter_hook");
-    name_calls = PyUnicode_InternFromString("calls");
-    return name_is_neg && name_level && name_hook && name_calls ? 0 : -1;
+    struct {
+        const char *text;
+        PyObject **name;
+    } wanted[] = {
+        {"is_neg", &name_is_neg},
+        {"_current_level", &name_level},
+        {"launch_enter_hook", &name_hook},
+        {"calls", &name_calls},
+        {"_parameters", &name_parameters},
+        {"weight", &name_weight},
+        {"bias", &name_bias},
+        {"_forward_hooks", &hook_names[0]},
+        {"_forward_pre_hooks", &hook_names[1]},
+        {"_backward_hooks", &hook_names[2]},
+        {"_backward_pre_hooks", &hook_names[3]},
+        {"forward", &name_forward},
+    };
+    for (size_t i = 0; i < sizeof wanted / sizeof *wanted; i++)
+        if (!*wanted[i].name && !(*wanted[i].name = PyUnicode_InternFromString(wanted[i].text)))
+            return -1;
+    return 0;
 }
 
 PyObject *torch_connect(PyObject *module, PyObject *args, PyObject *keywords) {
@@ -26,6 +42,8 @@ PyObject *torch_connect(PyObject *module, PyObject *args, PyObject *keywords) {
     } wanted[] = {
         {"tensor_type", &torch.tensor_type},
         {"parameter_type", &torch.parameter_type},
+        {"linear_type", &torch.linear_type},
+        {"global_hooks", &torch.global_hooks},
         {"grad_enabled", &torch.grad_enabled},
         {"dispatch_modes", &torch.dispatch_modes},
         {"tracing_state", &torch.tracing_state},
@@ -58,8 +76,8 @@ PyObject *torch_connect(PyObject *module, PyObject *args, PyObject *keywords) {
             PyErr_Format(PyExc_TypeError, "connect() needs %s", wanted[i].name);
             return NULL;
         }
-        if (wanted[i].target == &torch.busy && !PyTuple_Check(values[i])) {
-            PyErr_SetString(PyExc_TypeError, "busy must be a tuple of lists");
+        if ((wanted[i].target == &torch.busy || wanted[i].target == &torch.global_hooks) && !PyTuple_Check(values[i])) {
+            PyErr_SetString(PyExc_TypeError, "busy and global_hooks must be tuples");
             return NULL;
         }
     }
@@ -122,6 +140,45 @@ int torch_quiet(void) {
         return 0;
     int hooked = is_hooked();
     return hooked < 0 ? -1 : !hooked;
+}
+
+/* Whether `state`, a Linear's __dict__, has nothing around its forward; its weight and bias, borrowed. */
+static int read_linear(PyObject *state, PyObject **weight, PyObject **bias) {
+    for (size_t i = 0; i < sizeof hook_names / sizeof *hook_names; i++) {
+        PyObject *hooks = PyDict_GetItem(state, hook_names[i]);
+        if (!hooks || !PyDict_Check(hooks) || PyDict_Size(hooks))
+            return 0;
+    }
+    PyObject *parameters = PyDict_GetItem(state, name_parameters);
+    if (!parameters || !PyDict_Check(parameters) || PyDict_GetItem(state, name_forward))
+        return 0;
+    *weight = PyDict_GetItem(parameters, name_weight);
+    *bias = PyDict_GetItem(parameters, name_bias);
+    return *weight && *bias && *weight != Py_None; /* elsewhere: a parametrisation, or a wrapper's views */
+}
+
+int torch_linears(PyObject *children, PyObject *names, PyObject **operands) {
+    if (!PyDict_Check(children) || !PyTuple_Check(names))
+        return 0;
+    for (Py_ssize_t i = 0; i < PyTuple_Size(torch.global_hooks); i++)
+        if (PyObject_Size(PyTuple_GetItem(torch.global_hooks, i))) {
+            PyErr_Clear();
+            return 0;
+        }
+    Py_ssize_t count = PyTuple_Size(names);
+    for (Py_ssize_t i = 0; i < count; i++) {
+        PyObject *child = PyDict_GetItem(children, PyTuple_GetItem(names, i));
+        if (!child || (PyObject *)Py_TYPE(child) != torch.linear_type)
+            return 0;
+        PyObject *state = PyObject_GenericGetDict(child, NULL);
+        int plain = state && PyDict_Check(state) && read_linear(state, &operands[i], &operands[count + i]);
+        Py_XDECREF(state); /* the child holds it */
+        if (!plain) {
+            PyErr_Clear();
+            return 0;
+        }
+    }
+    return 1;
 }
 
 int torch_view(PyObject *object, DLTensor *view) {

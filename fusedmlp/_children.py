@@ -15,13 +15,13 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.nn.modules import module as _torch_module
 
 # torch changes these dictionaries in place and never rebinds them, so that they may be held.
-_GLOBAL_HOOKS = (
+GLOBAL_HOOKS = (
     _torch_module._global_forward_hooks,
     _torch_module._global_forward_pre_hooks,
     _torch_module._global_backward_hooks,
     _torch_module._global_backward_pre_hooks,
 )
-_FORWARD, _FORWARD_PRE, _BACKWARD, _BACKWARD_PRE = _GLOBAL_HOOKS
+_FORWARD, _FORWARD_PRE, _BACKWARD, _BACKWARD_PRE = GLOBAL_HOOKS
 _PLAIN_TENSORS = (nn.Parameter, Tensor)
 _STAND_INS = (FakeTensor, FunctionalTensor)
 _HOOK_KINDS = {

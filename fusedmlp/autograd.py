@@ -92,7 +92,7 @@ class Fused(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        saved = ctx.saved_tensors
+        saved = ctx.saved_tensors  # once: hooks may unpack them
         if any_autocast():
             device_type = ctx.call[0].plan.device.type
             if autocasting(device_type):
@@ -108,17 +108,19 @@ apply = super(torch.autograd.Function, Fused).apply
 
 def _backward(ctx: Any, saved: Sequence[Tensor], gy: Tensor) -> tuple[Tensor | None, ...]:
     call, biases, versions, _ = ctx.call
-    table = call.backwards(ctx.needs_input_grad)
-    if table is not None and not torch.compiler.is_compiling():
-        if call.save == saving.INPUT:
-            _check_unchanged(biases, versions)
-        grads = table.call(gy, *saved, *biases)
-        if grads is not None:
-            return grads  # type: ignore[no-any-return]
+    if call.tables is not None and not torch.compiler.is_compiling():
+        table = call.tables.get(ctx.needs_input_grad)
+        if table is not None:
+            if call.save == saving.INPUT:
+                _check_unchanged(biases, versions)
+            grads = table.call(gy, *saved, *biases)
+            if grads is not None:
+                return grads  # type: ignore[no-any-return]
     return None, *_gradients(ctx, saved, gy)
 
 
 def _gradients(ctx: Any, saved: Sequence[Tensor], gy: Tensor) -> tuple[Tensor | None, ...]:
+    """By the long way, which may write itself down."""
     call, biases, versions, places = ctx.call
     plan, needs = call.plan, ctx.needs_input_grad[1:]
     layers = call.layers

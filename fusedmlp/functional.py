@@ -214,7 +214,7 @@ def _fused(
     """The long way of a call, which may write it down for ``table``: the calls after it are steady then."""
     operands = (x, *weights, *biases)
     recorded = torch.is_grad_enabled()
-    needs = [recorded and t is not None and t.requires_grad for t in operands]
+    needs = [recorded and t is not None and t.requires_grad for t in operands] if recorded or table is not None else ()
     differentiable = any(needs)
     if table is None and not differentiable:
         y, _ = OPERATIONS[plan.op].forward(plan, x, weights, biases, saving.INPUT)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-from . import checks, explain, settings
+from . import _children, checks, explain, saving, settings
 from . import plan as plans
 from .plan import Plan
 from .program import specify
@@ -27,15 +27,18 @@ from .record import Record
 MAX_ATTEMPTS = 8  # to write down calls of one plan, which may differ in more than the plan's key
 _launcher: Any = None
 _connected: bool | None = None
+possible = True  # until it is known that it is not
 _tables: dict[Any, Any] = {}
+Options = tuple[str, str, bool, bool]  # operation, activation, recompute, keep_activation
+by_options: dict[Options, Any] = {}  # tables again, by what a module knows of its calls
 paused: list[None] = []  # not empty: every call takes the long way
 _busy = (explain._recorders, settings.active, paused)  # none of them must have anything in it
 
 
 def _connect() -> bool:
     """Whether tables can serve; tells the launcher, the first time, what it asks of PyTorch."""
-    global _launcher, _connected
-    _connected = False
+    global _launcher, _connected, possible
+    _connected = possible = False
     try:
         from . import launch
     except ImportError:  # no Triton
@@ -49,6 +52,8 @@ def _connect() -> bool:
         launch._launcher.connect(
             tensor_type=Tensor,
             parameter_type=torch.nn.Parameter,
+            linear_type=torch.nn.Linear,
+            global_hooks=_children.GLOBAL_HOOKS,
             exchange=capsule,
             grad_enabled=torch.is_grad_enabled,
             dispatch_modes=checks._dispatch_modes,
@@ -64,7 +69,7 @@ def _connect() -> bool:
     except (RuntimeError, ValueError):  # an exchange interface of another version or name
         return False
     _launcher = launch._launcher
-    _connected = True
+    _connected = possible = True
     return True
 
 
@@ -79,6 +84,15 @@ def table(op: str, activation: str, save: int) -> Any:
     found = _tables.get(key)
     if found is None and available():
         found = _tables.setdefault(key, _launcher.Table(_pair(op, 1)))
+    return found
+
+
+def of_module(options: Options) -> Any:
+    """The table of modules with these options, from then on in :data:`by_options`; None where there is none."""
+    op, activation, recompute, keep = options
+    found = table(op, activation, saving.level(recompute, keep))
+    if found is not None:
+        by_options[options] = found
     return found
 
 

@@ -85,7 +85,7 @@ def test_threading_modes_are_kept_apart(monkeypatch: pytest.MonkeyPatch) -> None
     assert cpu.same_thread == [False, False, True, True]
     assert torch._C._is_multithreading_enabled()
     found = {(r["variant"], r["metric"]) for r in rows}
-    names = ("eager", "fused", "eager_same_thread", "fused_same_thread")
+    names = [f"{v}{mode}" for v in ("eager", "fused", "nothing") for mode in ("", "_same_thread")]
     assert found == {(v, m) for v in names for m in ("wall_us", "host_us")}
     assert {r["pass"] for r in rows} == {"step"}
 

@@ -87,8 +87,8 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Card:
 
 
 @pytest.mark.parametrize("us", [1500.0, 13_000.0, 90_000.0])
-def test_kernel_time_is_that_of_sustained_load(card: Card, us: float) -> None:
-    found = common.kernel_us({"eager": card.call("eager", us), "fused": card.call("fused", us / 2)}, sets=2)
+def test_the_kernel_time_of_each_alone_is_that_of_sustained_load(card: Card, us: float) -> None:
+    found = common.kernel_alone_us({"eager": card.call("eager", us), "fused": card.call("fused", us / 2)}, sets=2)
     for name, alone in (("eager", us), ("fused", us / 2)):
         assert found[name] == pytest.approx([alone * SUSTAINED] * len(found[name]))
         assert len(found[name]) >= (12 if alone < 20_000 else 6)
@@ -97,7 +97,7 @@ def test_kernel_time_is_that_of_sustained_load(card: Card, us: float) -> None:
 
 
 def test_calls_that_count_rotate_over_the_sets_and_stay_few(card: Card) -> None:
-    found = common.kernel_us({"tiny": card.call("tiny", 4.0)}, sets=5)
+    found = common.kernel_alone_us({"tiny": card.call("tiny", 4.0)}, sets=5)
     assert len(found["tiny"]) == 3 * 24
     assert {i for _, i in card.calls} == set(range(5))
     assert len(card.calls) < 3 * (timing.SETTLE_CALLS + 100)  # each may cost the host a millisecond
@@ -111,6 +111,37 @@ def test_calls_that_are_not_alike_are_refused(card: Card) -> None:
         plain(i)
         if card.seen is not None and not once:
             once.append(i)
+            extra(i)
+
+    with pytest.raises(common.BenchError, match="not alike"):
+        common.kernel_alone_us({"a": call}, sets=2)
+
+
+@pytest.mark.parametrize("us", [1500.0, 90_000.0])
+def test_kernel_times_of_variants_in_turn(card: Card, us: float) -> None:
+    calls = {
+        "eager": card.call("eager", us),
+        "fused": card.call("fused", us / 2),
+        "two": lambda i: (short(i), short(i)),
+    }
+    short = card.call("two", us / 8)
+    found = common.kernel_us(calls, sets=3)
+    for name, alone in (("eager", us), ("fused", us / 2), ("two", us / 4)):
+        assert found[name] == pytest.approx([alone * SUSTAINED] * len(found[name])), "at the clock under load"
+        assert len(found[name]) == 3 * common.profiled_calls(us * 1.75)[1]
+    assert {i for _, i in card.calls} == set(range(3))
+    counted = [name for name, _ in card.calls[-8:]]
+    assert sorted(counted) == ["eager"] * 2 + ["fused"] * 2 + ["two"] * 4, "two turns, one call of each"
+
+
+def test_turns_with_other_kernels_are_refused(card: Card) -> None:
+    seen: list[int] = []
+    plain, extra = card.call("a", 10.0), card.call("b", 1.0)
+
+    def call(i: int) -> None:
+        plain(i)
+        seen.append(i)
+        if card.seen is not None and len(seen) > 60:
             extra(i)
 
     with pytest.raises(common.BenchError, match="not alike"):

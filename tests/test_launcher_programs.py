@@ -26,7 +26,8 @@ def test_connect_refuses_what_it_cannot_use(run) -> None:
             rest = {k: v for k, v in parts.items() if k != name}
             raises(TypeError, name, lambda: launcher.connect(**rest))
         raises(TypeError, "keywords", lambda: launcher.connect(1, **parts))
-        raises(TypeError, "busy must be a tuple", lambda: connect(busy=[]))
+        for name in "busy", "global_hooks":
+            raises(TypeError, "busy and global_hooks must be tuples", lambda: connect(**{name: []}))
         raises(ValueError, "", lambda: connect(exchange=5))
         raises(ValueError, "", lambda: connect(exchange=capsule(b"another")))
         raises(RuntimeError, "is DLPack 2.0; allowed: 1 with views", lambda: connect(exchange=capsule(major=2)))

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fusedmlp import checks
+from fusedmlp import _children, checks
 from fusedmlp import plan as plans
 
 pytestmark = [
@@ -37,6 +37,8 @@ def launcher() -> Any:
     made.connect(
         tensor_type=Tensor,
         parameter_type=torch.nn.Parameter,
+        linear_type=torch.nn.Linear,
+        global_hooks=_children.GLOBAL_HOOKS,
         exchange=Tensor.__dlpack_c_exchange_api__,  # type: ignore[attr-defined]
         grad_enabled=torch.is_grad_enabled,
         dispatch_modes=checks._dispatch_modes,

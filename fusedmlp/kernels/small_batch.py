@@ -6,6 +6,7 @@ the short side of the instruction: 16 of them cost a quarter of the tensor cores
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .activations import activate
 from .common import dot, round_as_stored
@@ -36,12 +37,15 @@ def glu_small(
     STORE_H: tl.constexpr,
     FAST_MATH: tl.constexpr,
     PRECISION: tl.constexpr,
+    TRIGGER: tl.constexpr,
 ):
     """``h = act(x Wg^T + bg) * (x Wu^T + bu)``, BLOCK_N rows of gate and of up a program.
 
     x [M, K], wg and wu [H, K] have their own row strides; h [M, H] and gate_up [M, 2H] are contiguous, gate in the
-    first H columns.
+    first H columns. TRIGGER: a launch that waits for this one's end may be brought onto the multiprocessors meanwhile.
     """
+    if TRIGGER:
+        gdc_launch_dependents()
     tiles_m = tl.cdiv(M, BLOCK_M)
     tokens = (tl.program_id(0) % tiles_m) * BLOCK_M + tl.arange(0, BLOCK_M)
     features = (tl.program_id(0) // tiles_m) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -99,6 +103,7 @@ def linear_small(
     SAVE_PRE: tl.constexpr,
     FAST_MATH: tl.constexpr,
     PRECISION: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """``y = act(x W^T + b)``, split-K: SPLITS programs share the sum behind an output tile.
 
@@ -107,6 +112,9 @@ def linear_small(
 
     x [M, K] and w [N, K] have their own row strides, y and pre [M, N] are contiguous. partial: fp32 [SPLITS, M, N];
     counter: an int32 a tile, zero before and after. Neither is touched with a single split.
+
+    DEPENDENT: the launch starts before the kernel ahead of it has ended, and waits here for that. Fetching weights into
+    L2 meanwhile made the kernel ahead slower than it helped.
     """
     tiles_m = tl.cdiv(M, BLOCK_M)
     split = tl.program_id(0) % SPLITS
@@ -120,6 +128,8 @@ def linear_small(
     share = tl.cdiv(tl.cdiv(K, BLOCK_K), SPLITS) * BLOCK_K
     first = split * share
     last = tl.minimum(K, first + share)
+    if DEPENDENT:
+        gdc_wait()
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for k in range(first, last, BLOCK_K):
         w = tl.load(w_at + k, mask=(features[:, None] < N) & (inner[None, :] < K - k), other=0.0)

@@ -10,6 +10,7 @@ from ..kernels.small_batch import glu_small, linear_small
 from ..launch import Launch
 from ..plan import Plan
 from ..settings import Settings
+from ..settings.device import info
 from .common import as_rows, ceil_div, launch_options, linear, prepared, row_stride
 
 
@@ -18,10 +19,16 @@ def tiles_of(settings: Settings, M: int, N: int) -> int:
     return ceil_div(M, settings.block_m) * ceil_div(N, settings.block_n)
 
 
+def overlaps(plan: Plan) -> bool:
+    """Whether a launch may begin before the one ahead of it has ended (programmatic dependent launch, from 9.0 on)."""
+    return plan.device_index is not None and info(plan.device).capability >= (9, 0)
+
+
 def glu_small_launch(plan: Plan, settings: Settings, M: int, H: int, flags: tuple[bool, bool, bool, bool]) -> Launch:
     """Of ``flags`` (gate bias, up bias, save gate and up, store h); called as the pointer kernel is."""
     block = (settings.block_m, settings.block_n, settings.block_k)
-    constants = (*block, plan.activation.name, *flags, plan.fast_math, plan.dot_precision)
+    trigger = overlaps(plan) and plan.settings["down"].family == "small"
+    constants = (*block, plan.activation.name, *flags, plan.fast_math, plan.dot_precision, trigger)
     return Launch(glu_small, tiles_of(settings, M, H), constants, **launch_options(settings))
 
 
@@ -48,8 +55,10 @@ def linear_act_small(
 
     def make() -> Launch:
         block = (settings.block_m, settings.block_n, settings.block_k, settings.parts)
-        constants = (*block, activation, bias is not None, save_pre, plan.fast_math, plan.dot_precision)
-        return Launch(linear_small, settings.parts * tiles_of(settings, M, N), constants, **launch_options(settings))
+        dependent = overlaps(plan)
+        constants = (*block, activation, bias is not None, save_pre, plan.fast_math, plan.dot_precision, dependent)
+        options = launch_options(settings) | ({"launch_pdl": True} if dependent else {})
+        return Launch(linear_small, settings.parts * tiles_of(settings, M, N), constants, **options)
 
     launch = prepared(plan, (name, activation, save_pre), make)
     strides = (row_stride(x), row_stride(weight))

@@ -47,8 +47,8 @@ def family(op: str, M: int, N: int, K: int, dtype: torch.dtype, tma: bool, gluon
     if op == "glu_grads":
         fits = M in _GROUPED_TOKENS and N * K <= _GROUPED_WEIGHT
         return "gluon" if gluon and fits else "pair"
-    few = _SMALL_DOWN_UP_TO if op == "down" and N * K <= _SMALL_DOWN_WEIGHT else _SMALL_UP_TO.get(op, 0)
-    if tma and M <= few and info.slug != "interpreter":
+    most = _SMALL_DOWN_UP_TO if op == "down" and N * K <= _SMALL_DOWN_WEIGHT else _SMALL_UP_TO.get(op, 0)
+    if tma and M <= most and info.slug != "interpreter":
         return "small"
     if op == "down":
         return "pair"

@@ -176,11 +176,14 @@ def test_nan_and_inf_come_out_where_eager_has_them(value, splits):
 
 
 def test_more_tokens_and_other_operations_take_another_family():
-    x, gate, bias = operands(65, 32, 48, torch.float32)
+    x, gate, bias = operands(257, 32, 48, torch.float32)
     with forced():
         text = str(explain_plan(functional.glu_mlp, x, gate, gate, gate.t().contiguous()))
         assert "small" not in text
         assert "cuBLAS down" in text
+        text = str(explain_plan(functional.glu_mlp, x[:65], gate, gate, gate.t().contiguous()))
+        assert "down [small 64x" in text  # which takes more than the first layer's kernel
+        assert "product [small" not in text
         text = str(explain_plan(functional.glu_mlp, x[:64], gate, gate, gate.t().contiguous()))
         assert "gate, up, activation and product [small 64x" in text
         assert "down [small 64x" in text

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.autograd_suite import assert_same_bits, call, gradients, leaves_of, requiring
 from support.cases import SMALL_LEADS, SMALL_WIDTHS, Case, covering_cases
 from support.interpreter import repair
 from support.operations import OPERATIONS
@@ -48,3 +49,33 @@ def test_accuracy(case, family):
         assert launcher.refused == alone, "only what launches no kernel of ours is no program"
         eager = all(made.eager_reason is not None for made in plan._plans.values())
         assert eager or alone or steady
+
+
+@pytest.mark.parametrize("op", list(OPERATIONS))
+@pytest.mark.parametrize("moved", [False, True], ids=["a program suits", "none suits"])
+def test_saved_tensors_are_unpacked_once(op, moved):
+    """Hooks of offloading and checkpointing may hand a tensor out once, and in another layout than it was saved in."""
+    leaves = requiring(leaves_of(op, torch.bfloat16, "cpu"))
+    packed: list[torch.Tensor | None] = []
+
+    def pack(tensor):
+        packed.append(tensor)
+        return len(packed) - 1
+
+    def unpack(handle):
+        tensor, packed[handle] = packed[handle], None
+        assert tensor is not None, f"saved tensor {handle} was unpacked a second time"
+        return torch.cat([tensor, tensor], -1)[..., : tensor.shape[-1]] if moved and handle == 0 else tensor
+
+    with simulated() as launcher:
+        y = call(op, leaves)
+        gy = torch.randn_like(y)
+        exact = gradients(op, leaves, gy)
+        for _ in range(3):
+            assert_same_bits(exact, gradients(op, leaves, gy), "without hooks")
+        before = sum(p.runs for p in launcher.programs)
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            y = call(op, leaves)
+        y.backward(gy)
+        assert sum(p.runs for p in launcher.programs) - before == (1 if moved else 2)
+        assert_same_bits(exact, {name: t.grad for name, t in leaves.items()}, "under the hooks")

@@ -151,7 +151,7 @@ def pretended(info: DeviceInfo) -> Iterator[list[Recorded]]:
         self.pairs = False
 
     with ExitStack() as stack:
-        for module in (settings.device, plan, launchers.common, launchers.gluon):
+        for module in (settings.device, plan, launchers.common, launchers.gluon, launchers.small):
             stack.enter_context(mock.patch.object(module, "info", return_value=info))
         stack.enter_context(mock.patch.object(plan, "why_eager", return_value=None))
         stack.enter_context(mock.patch.object(plan.Plan, "__post_init__", finish))

@@ -139,6 +139,13 @@ state = types.SimpleNamespace(grad=False, modes=0, trace=None, transforms=False,
 forward_ad = types.SimpleNamespace(_current_level=-1)
 hooks = types.SimpleNamespace(launch_enter_hook=None)
 busy = ([], [])
+global_hooks = ({}, {})
+
+class Linear:
+    def __init__(self, weight, bias=None):
+        self._parameters = {"weight": weight, "bias": bias}
+        self._forward_hooks, self._forward_pre_hooks, self._backward_hooks, self._backward_pre_hooks = {}, {}, {}, {}
+
 memory = []  # what was done: ("take", bytes, stream) and ("give", address)
 live = {}
 
@@ -153,7 +160,8 @@ def release(address):
     del live[address]
 
 parts = dict(
-    tensor_type=Tensor, parameter_type=Parameter, exchange=new_capsule(ctypes.addressof(exchange), NAME, None),
+    tensor_type=Tensor, parameter_type=Parameter, linear_type=Linear, global_hooks=global_hooks,
+    exchange=new_capsule(ctypes.addressof(exchange), NAME, None),
     grad_enabled=lambda: state.grad, dispatch_modes=lambda: state.modes, tracing_state=lambda: state.trace,
     transforms_active=lambda: state.transforms, forward_ad=forward_ad, hooks=hooks, busy=busy,
     precision=lambda: state.precision, allocate=allocate, release=release,

@@ -103,6 +103,35 @@ def test_threads_share_a_table(run) -> None:
     """)
 
 
+def test_threads_run_one_program(run) -> None:
+    run("""
+        # One value as an address and as a map, beside memory that is taken and given back.
+        spec = (("address", 0), ("map", 0, False, 0, *MAP, (8, 8), (8, 1), (8, 8)), ("address", 1))
+        plan = launcher.Plan(0, 2, (("k", function(8, 128, 4, 4, 8, 8, 8), (1, 1, 1), 32, 0, False, False, spec),))
+        steps = [("take", 1, 8), call(lambda t: t, (None,), ((0, 0),), results=(2,)), ("launch", 0, 1), ("give", 1)]
+        p = program(steps, 3, (2,), 1, ((0, 0), (1, 0)), single=True, plan=plan)
+        taken, gave = [], []
+        def take(size, stream):
+            taken.append(len(taken))
+            return 1 << 40
+        launcher.connect(**(parts | dict(allocate=take, release=gave.append)))
+        table, wrong = launcher.Table(-1), []
+        table.add(p, False, Tensor(64))
+        def work(n):
+            fake.fake_make_current(0)
+            for i in range(1500):
+                t = Tensor(4096 * (4 * i + n + 1))
+                if table.call(t) is not t:
+                    wrong.append(t)
+        sys.setswitchinterval(1e-5)
+        threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+        for t in threads: t.start()
+        for t in threads: t.join()
+        assert not wrong and fake.fake_launches() == 6000 and fake.fake_mixed_up() == 0
+        assert len(taken) == len(gave) == 6000
+    """)
+
+
 def test_nothing_leaks(run) -> None:
     run("""
         x, y, wrong = Tensor(64, bits=32, grad=True), Tensor(128, (2, 8)), Subclass(64)

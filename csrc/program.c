@@ -50,6 +50,17 @@ static int read_slots(Program *program, PyObject *slots) {
     return 0;
 }
 
+/* The number of a value that a step makes or ends: inputs are the caller's. */
+static int read_own(const Program *program, PyObject *number, int *value) {
+    if (read_index(number, program->value_count, value, "value"))
+        return -1;
+    if (*value < program->input_count) {
+        PyErr_SetString(PyExc_ValueError, "an input is not a program's to make, give or drop");
+        return -1;
+    }
+    return 0;
+}
+
 /* A tuple of (position or keyword, value); the values are checked. */
 static int check_places(const Program *program, PyObject *places, Py_ssize_t arguments) {
     for (Py_ssize_t i = 0; i < PyTuple_Size(places); i++) {
@@ -85,13 +96,13 @@ static int read_call(const Program *program, PyObject *spec, Step *step) {
         PyErr_SetString(PyExc_ValueError, "the keywords of a call must be a dict or None");
         return -1;
     }
-    step->count = (int)PyTuple_Size(results);
-    if (step->count > (int)(sizeof step->results / sizeof *step->results)) {
-        PyErr_SetString(PyExc_ValueError, "a call has too many results");
+    if (PyTuple_Size(results) > MAX_RESULTS || PyTuple_Size(step->arguments) > MAX_CALL_ARGUMENTS) {
+        PyErr_SetString(PyExc_ValueError, "a call has too many arguments or results");
         return -1;
     }
+    step->count = (int)PyTuple_Size(results);
     for (int i = 0; i < step->count; i++)
-        if (read_index(PyTuple_GetItem(results, i), program->value_count, &step->results[i], "value"))
+        if (read_own(program, PyTuple_GetItem(results, i), &step->results[i]))
             return -1;
     return check_places(program, step->places, PyTuple_Size(step->arguments)) ||
                    check_places(program, step->named, -1)
@@ -118,7 +129,7 @@ static int read_step(const Program *program, PyObject *spec, Step *step) {
             return -1;
         return 0;
     }
-    if (read_index(PyTuple_GetItem(spec, 1), program->value_count, &step->value, "value"))
+    if (read_own(program, PyTuple_GetItem(spec, 1), &step->value))
         return -1;
     if (!PyUnicode_CompareWithASCIIString(name, "take") && size == 3) {
         step->kind = TAKE;
@@ -131,10 +142,6 @@ static int read_step(const Program *program, PyObject *spec, Step *step) {
         step->kind = DROP;
     else {
         PyErr_Format(PyExc_ValueError, "unknown step %R; allowed: call, take, give, drop, launch", name);
-        return -1;
-    }
-    if (step->value < program->input_count) {
-        PyErr_SetString(PyExc_ValueError, "an input is not a program's to give or drop");
         return -1;
     }
     return 0;

@@ -5,7 +5,7 @@
 
 #include "launcher.h"
 
-enum { MAX_VALUES = 96, MAX_STEPS = 128 };
+enum { MAX_VALUES = 96, MAX_STEPS = 128, MAX_CALL_ARGUMENTS = 16, MAX_RESULTS = 8 };
 
 typedef enum { CALL, TAKE, GIVE, DROP, LAUNCH } Kind;
 
@@ -15,7 +15,7 @@ typedef struct {
     PyObject *function, *arguments, *keywords; /* of CALL; keywords NULL where there are none */
     PyObject *places, *named; /* tuples of (position, value) and (keyword, value) to fill in */
     PyObject *bytes;          /* of TAKE */
-    int results[8];
+    int results[MAX_RESULTS];
 } Step;
 
 typedef struct {

@@ -19,11 +19,7 @@ static PyObject *object_of(const State *state, int value) {
 
 static PyObject *filled_arguments(const Step *step, const State *state) {
     Py_ssize_t count = PyTuple_Size(step->arguments), places = PyTuple_Size(step->places);
-    PyObject *filled[16];
-    if (count > 16) {
-        PyErr_SetString(PyExc_ValueError, "a call has too many arguments");
-        return NULL;
-    }
+    PyObject *filled[MAX_CALL_ARGUMENTS];
     for (Py_ssize_t i = 0; i < count; i++)
         filled[i] = PyTuple_GetItem(step->arguments, i);
     for (Py_ssize_t i = 0; i < places; i++) {

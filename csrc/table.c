@@ -76,11 +76,11 @@ static uint64_t relation(uint64_t a, uint64_t b) {
 
 /* 1 with the look of operands, 0 where they are not for a table, -1 with an exception. */
 static int look_at(PyObject *const *operands, Py_ssize_t count, int pair, Look *look) {
-    uint32_t n = 3;
-    int flags = 0, gradients = torch_ask(torch.grad_enabled);
+    uint32_t n = 3, flags = 0;
+    int gradients = torch_ask(torch.grad_enabled);
     if (gradients < 0)
         return -1;
-    if (count < 1 || count > MAX_OPERANDS)
+    if (count < 1 || count > MAX_OPERANDS || operands[0] == Py_None) /* the first says device, stream and precision */
         return 0;
     for (Py_ssize_t i = 0; i < count; i++) {
         DLTensor view;
@@ -104,20 +104,20 @@ static int look_at(PyObject *const *operands, Py_ssize_t count, int pair, Look *
             int needed = needs_gradient(operands[i]);
             if (needed < 0)
                 return -1;
-            flags |= needed << (8 + i);
+            flags |= (uint32_t)needed << (8 + i);
         }
         if (!i) {
             int precision = precision_of(&view);
             if (precision < 0)
                 return -1;
-            flags |= precision;
+            flags |= (uint32_t)precision;
             look->cuda = view.device.type == DLPACK_CUDA;
             look->device = view.device.id;
             if (torch_stream(&view, &look->stream))
                 return 0;
         }
     }
-    look->look[0] = (uint64_t)(uint32_t)flags;
+    look->look[0] = flags;
     look->look[1] = (uint64_t)(uintptr_t)look->stream;
     look->look[2] = pair >= 0 && count > pair + 1 ? relation(look->addresses[pair], look->addresses[pair + 1]) : 0;
     look->words = n;
@@ -327,11 +327,12 @@ PyDoc_STRVAR(call_linears_doc,
 PyDoc_STRVAR(add_doc,
              "add(value, bound, *operands)\n--\n\n"
              "Use a Program, or a callable that takes the operands, for operands that look like these. bound: not inside a\n"
-             "capture. False where they are not plain tensors (or None). A table that is full is emptied first.");
+             "capture. False where they are not plain tensors (or None, but for the first). A table that is full is emptied\n"
+             "first.");
 
 PyDoc_STRVAR(clear_doc, "clear()\n--\n\nForget everything.");
 
-PyDoc_STRVAR(table_doc, 
+PyDoc_STRVAR(table_doc,
              "Table(pair)\n--\n\n"
              "What to do with operands that look like those of an earlier call. pair: the first of two operands of which it\n"
              "counts which lies first in memory, or -1.");

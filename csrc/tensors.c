@@ -68,20 +68,23 @@ PyObject *torch_connect(PyObject *module, PyObject *args, PyObject *keywords) {
                      exchange->major, exchange->minor, (int)DLPACK_MAJOR);
         return NULL;
     }
-    for (size_t i = 0; i < sizeof wanted / sizeof *wanted; i++)
-        if (!PyDict_GetItemString(keywords, wanted[i].name)) {
+    enum { COUNT = sizeof wanted / sizeof *wanted };
+    PyObject *values[COUNT];
+    for (size_t i = 0; i < COUNT; i++) {
+        values[i] = PyDict_GetItemString(keywords, wanted[i].name);
+        if (!values[i]) {
             PyErr_Format(PyExc_TypeError, "connect() needs %s", wanted[i].name);
             return NULL;
         }
-    if (!PyTuple_Check(PyDict_GetItemString(keywords, "busy")) ||
-        !PyTuple_Check(PyDict_GetItemString(keywords, "global_hooks"))) {
-        PyErr_SetString(PyExc_TypeError, "busy and global_hooks must be tuples");
-        return NULL;
+        if ((wanted[i].target == &torch.busy || wanted[i].target == &torch.global_hooks) && !PyTuple_Check(values[i])) {
+            PyErr_SetString(PyExc_TypeError, "busy and global_hooks must be tuples");
+            return NULL;
+        }
     }
-    for (size_t i = 0; i < sizeof wanted / sizeof *wanted; i++) {
-        PyObject *old = *wanted[i].target, *value = PyDict_GetItemString(keywords, wanted[i].name);
-        Py_INCREF(value);
-        *wanted[i].target = value;
+    for (size_t i = 0; i < COUNT; i++) {
+        PyObject *old = *wanted[i].target;
+        Py_INCREF(values[i]);
+        *wanted[i].target = values[i];
         Py_XDECREF(old);
     }
     torch.exchange = exchange; /* static in PyTorch */

@@ -9,6 +9,7 @@ PyTorch meaning.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,7 +39,8 @@ class Call:
         self.plan, self.save, self.layers = plan, save, len(biases)
         self.level = plan.kept(save, needs)
         self.has_bias = any(b is not None for b in biases)
-        self.run: Callable[..., Sequence[Any]] = self._by_launches
+        # Not a method: a call that refers to itself would wait for the garbage collector.
+        self.run: Callable[..., Sequence[Any]] = partial(_by_launches, plan, self.layers, self.level)
         self.tables: dict[tuple[bool, ...], Any] | None = None
         self.steady = self.bound = False
 
@@ -47,18 +49,11 @@ class Call:
         self.run, self.tables = self._written_down, {}
         return self
 
-    def _by_launches(self, x: Tensor, *operands: Tensor | None) -> tuple[Any, ...]:
-        weights, biases = operands[: self.layers], operands[self.layers :]
-        y, kept = OPERATIONS[self.plan.op].forward(self.plan, x, weights, biases, self.level)
-        # An alias, not a view: users may change the result in place.
-        out = y if x.dim() == 2 else torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[1]))
-        # An output is saved as what forward returns: autograd then keeps no reference from the graph to itself.
-        return out, *[out if t is y else t for t in kept]
-
     def _written_down(self, *operands: Tensor | None) -> Sequence[Any]:
-        found, program, self.bound = steady.write_down(self.plan, lambda: self._by_launches(*operands), operands)  # type: ignore[arg-type]
+        run = partial(_by_launches, self.plan, self.layers, self.level)
+        found, program, self.bound = steady.write_down(self.plan, partial(run, *operands), operands)
         self.steady = program is not None
-        self.run = program.run if self.steady else self._by_launches
+        self.run = program.run if self.steady else run
         if not self.steady:
             self.tables = None  # of this call alone: nobody would look into them again
         return found
@@ -69,6 +64,15 @@ class Call:
             return None
         found = self.tables.get(needs)
         return self.tables.setdefault(needs, steady.backward_table(self.plan.op)) if found is None else found
+
+
+def _by_launches(plan: Plan, layers: int, level: int, x: Tensor, *operands: Tensor | None) -> tuple[Any, ...]:
+    weights, biases = operands[:layers], operands[layers:]
+    y, kept = OPERATIONS[plan.op].forward(plan, x, weights, biases, level)
+    # An alias, not a view: users may change the result in place.
+    out = y if x.dim() == 2 else torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[1]))
+    # An output is saved as what forward returns: autograd then keeps no reference from the graph to itself.
+    return out, *[out if t is y else t for t in kept]
 
 
 class Fused(torch.autograd.Function):
@@ -88,26 +92,31 @@ class Fused(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        call, biases, versions, _ = ctx.call
         saved = ctx.saved_tensors  # once: hooks may unpack them
-        if call.tables is not None and not any_autocast() and not torch.compiler.is_compiling():
-            table = call.tables.get(ctx.needs_input_grad)
-            if table is not None:
-                if call.save == saving.INPUT:
-                    _check_unchanged(biases, versions)
-                grads = table.call(gy, *saved, *biases)
-                if grads is not None:
-                    return grads  # type: ignore[no-any-return]
-        device_type = call.plan.device.type
-        if autocasting(device_type):
-            # Backward works in the dtypes that forward chose, whatever autocast says where it runs.
-            with torch.autocast(device_type, enabled=False):
-                return None, *_gradients(ctx, saved, gy)
-        return None, *_gradients(ctx, saved, gy)
+        if any_autocast():
+            device_type = ctx.call[0].plan.device.type
+            if autocasting(device_type):
+                # Backward works in the dtypes that forward chose, whatever autocast says where it runs.
+                with torch.autocast(device_type, enabled=False):
+                    return _backward(ctx, saved, gy)
+        return _backward(ctx, saved, gy)
 
 
 # Function.apply without its look-out for torch.func, in which no call comes here (checks.plain).
 apply = super(torch.autograd.Function, Fused).apply
+
+
+def _backward(ctx: Any, saved: Sequence[Tensor], gy: Tensor) -> tuple[Tensor | None, ...]:
+    call, biases, versions, _ = ctx.call
+    if call.tables is not None and not torch.compiler.is_compiling():
+        table = call.tables.get(ctx.needs_input_grad)
+        if table is not None:
+            if call.save == saving.INPUT:
+                _check_unchanged(biases, versions)
+            grads = table.call(gy, *saved, *biases)
+            if grads is not None:
+                return grads  # type: ignore[no-any-return]
+    return None, *_gradients(ctx, saved, gy)
 
 
 def _gradients(ctx: Any, saved: Sequence[Tensor], gy: Tensor) -> tuple[Tensor | None, ...]:
@@ -142,12 +151,12 @@ def _gradients(ctx: Any, saved: Sequence[Tensor], gy: Tensor) -> tuple[Tensor | 
         return grads[0].view(x.shape), *grads[1:]
 
     table = call.backwards(ctx.needs_input_grad)
-    if table is None or any_autocast() or not steady.ripe(plan, f"backward {needs}"):
+    if table is None or not steady.ripe(plan, f"backward {needs}"):
         return run()
     inputs = (gy, *saved, *biases)
     (_, *found), program, bound = steady.write_down(plan, lambda: (None, *run()), inputs)
     if program is not None:
-        table.add(program, bound, *inputs)
+        steady.add(plan, table, program, bound, inputs)
     return tuple(found)
 
 

@@ -225,11 +225,11 @@ def _fused(
     if differentiable:
         y = apply_fused(call.write_down(), *operands)
         if call.steady:
-            table.add(partial(apply_fused, call), call.bound, *operands)
+            steady.add(plan, table, partial(apply_fused, call), call.bound, operands)
         return y  # type: ignore[no-any-return]
     (y,), program, bound = steady.write_down(plan, lambda: call.run(*operands), operands, single=True)
     if program is not None:
-        table.add(program, bound, *operands)
+        steady.add(plan, table, program, bound, operands)
     return y  # type: ignore[return-value]
 
 

@@ -10,10 +10,13 @@ way.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 from . import _children, checks, explain, saving, settings
 from . import plan as plans
@@ -35,12 +38,14 @@ _busy = (explain._recorders, settings.active, paused)  # none of them must have 
 def _connect() -> bool:
     """Whether tables can serve; tells the launcher, the first time, what it asks of PyTorch."""
     global _launcher, _connected, possible
-    from . import launch
-
+    _connected = possible = False
+    try:
+        from . import launch
+    except ImportError:  # no Triton
+        return False
     capsule = getattr(Tensor, "__dlpack_c_exchange_api__", None)
     allocate = getattr(torch._C, "_cuda_cudaCachingAllocator_raw_alloc", None)
     release = getattr(torch._C, "_cuda_cudaCachingAllocator_raw_delete", None)
-    _connected = possible = False
     if launch._launcher is None or not launch.known_triton() or capsule is None or allocate is None or release is None:
         return False
     try:
@@ -61,7 +66,7 @@ def _connect() -> bool:
             allocate=allocate,
             release=release,
         )
-    except RuntimeError:  # an exchange interface of another version
+    except (RuntimeError, ValueError):  # an exchange interface of another version or name
         return False
     _launcher = launch._launcher
     _connected = possible = True
@@ -113,12 +118,34 @@ plans.on_clear.append(clear)
 def ripe(plan: Plan, kind: str) -> bool:
     """Whether to write a call of this plan down now: its kernels are compiled, and it was not tried in vain too often.
 
-    Never inside a capture, whose launches take counters of their own. ``kind`` tells calls with other kernels apart.
+    ``kind`` tells calls with other kernels apart.
     """
     calls = plan.calls[kind] = plan.calls.get(kind, 0) + 1
-    if calls < 2 or plan.attempts >= MAX_ATTEMPTS or plan.device_index is None or not available():
+    return calls >= 2 and plan.attempts < MAX_ATTEMPTS and available() and _served(plan) and not _watched()
+
+
+def _served(plan: Plan) -> bool:
+    """Whether a table would answer on the current device; inside a capture launches take counters of their own."""
+    if plan.device_index is None or torch._C._cuda_getDevice() != plan.device_index:
         return False
     return not torch.cuda.is_current_stream_capturing()
+
+
+def _watched() -> bool:
+    """Whether a table would not answer now, so that each such call would be written down again, or whether a call is
+    not what it is at other times: functions of PyTorch, or settings, are replaced."""
+    from . import launch
+
+    if any(_busy) or launch._hooked() or checks.plain(()) is not None:
+        return True
+    # set_default_device() is such a mode too, and changes nothing here.
+    return any(type(mode) is not DeviceContext for mode in _get_current_function_mode_stack())
+
+
+def add(plan: Plan, table: Any, value: Any, bound: bool, operands: Sequence[Tensor | None]) -> None:
+    """Use a program, or a callable, for operands like these from now on."""
+    if not table.add(value, bound, *operands):  # more dimensions than a table knows
+        plan.attempts += 1
 
 
 def write_down(
@@ -128,8 +155,13 @@ def write_down(
 
     The program takes ``inputs`` and returns what run returned as a tuple; ``single``: the only one, alone.
     """
-    with Record(inputs) as record:
+    record, outputs = Record(inputs), None
+    with suppress(torch.OutOfMemoryError), record:
         outputs = run()
+    if outputs is None:  # a record holds all that is made to its end: without one there may be room enough
+        del record
+        plan.attempts = MAX_ATTEMPTS
+        return run(), None, False
     program = _build(plan, record, outputs, len(inputs), single)
     if program is None:
         plan.attempts += 1

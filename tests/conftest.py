@@ -2,7 +2,7 @@
 
 Tests marked `gpu`, and all tests under tests/gpu, need a CUDA device. Without one they are skipped and
 counted in a section of their own at the end; with FUSEDMLP_REQUIRE_GPU=1 they are errors instead. So are tests of
-the compiled launcher where C cannot be compiled.
+the compiled launcher where C cannot be compiled, or PyTorch is too old for what they look at.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
-from support.native import NEEDS_COMPILER
+from support.native import NEEDS_COMPILER, NEEDS_EXCHANGE
 
 SEED = 20250607
 GPU_FOLDER = Path(__file__).parent / "gpu"
@@ -63,9 +63,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     count = sum("gpu" in report.keywords and NO_DEVICE in str(report.longrepr) for report in skipped)
     if count:
         terminalreporter.section(f"GPU TESTS SKIPPED: {count} ({NO_DEVICE})", sep="!", red=True, bold=True)
-    count = sum(NEEDS_COMPILER in str(report.longrepr) for report in skipped)
-    if count:
-        terminalreporter.section(f"LAUNCHER TESTS SKIPPED: {count} ({NEEDS_COMPILER})", sep="!", red=True, bold=True)
+    for reason in (NEEDS_COMPILER, NEEDS_EXCHANGE):
+        count = sum(reason in str(report.longrepr) for report in skipped)
+        if count:
+            terminalreporter.section(f"LAUNCHER TESTS SKIPPED: {count} ({reason})", sep="!", red=True, bold=True)
 
 
 @pytest.fixture(autouse=True)

@@ -1,105 +1,20 @@
-"""csrc/launcher.c against a stand-in for the CUDA driver (tests/support/fake_cuda.c), a process for each test.
-
-Every test runs twice: in a plain build, and in one with the address and undefined-behaviour sanitizers.
-"""
+"""Plans of the compiled launcher against a stand-in for the CUDA driver: tests/support/launcher_process.py."""
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
-import textwrap
 from pathlib import Path
 
 import pytest
-from support.native import CAN_COMPILE, CC, INCLUDE, NEEDS_COMPILER
-
-ROOT = Path(__file__).resolve().parents[1]
-SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
+from support.launcher_process import KINDS, Run, runner
+from support.native import CAN_COMPILE, CC, NEEDS_COMPILER
 
 pytestmark = pytest.mark.skipif(not CAN_COMPILE, reason=NEEDS_COMPILER)
 
-LOAD = """
-import ctypes, importlib.util, struct, sys, threading, tracemalloc
-spec = importlib.util.spec_from_file_location("fusedmlp._launcher", sys.argv[1])
-launcher = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(launcher)
 
-def raises(kind, text, call, *args):
-    try:
-        call(*args)
-    except kind as error:
-        assert text in str(error), str(error)
-    else:
-        raise AssertionError(f"{kind.__name__} was not raised")
-"""
-FAKE = """
-fake = ctypes.CDLL(sys.argv[2])
-launcher.open(sys.argv[2])
-
-class Launch(ctypes.Structure):
-    _fields_ = [("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("shared", ctypes.c_uint),
-                ("attribute_count", ctypes.c_uint), ("attributes", ctypes.c_int * 4), ("stream", ctypes.c_uint64),
-                ("function", ctypes.c_uint64), ("context", ctypes.c_uint64), ("size", ctypes.c_uint32),
-                ("parameters", ctypes.c_ubyte * 4096)]
-
-fake.fake_launch.restype = ctypes.POINTER(Launch)
-
-class Tensor:
-    def __init__(self, address):
-        self.address = address
-    def data_ptr(self):
-        return self.address
-
-kept = []
-def function(*sizes):
-    made = (ctypes.c_int * 161)(len(sizes), *sizes)
-    kept.append(made)
-    return ctypes.addressof(made)
-
-def launched(index=-1):
-    return fake.fake_launch(fake.fake_launches() - 1 if index < 0 else index).contents
-
-def parameters(format, index=-1):
-    found = launched(index)
-    assert found.size == struct.calcsize("=" + format), (found.size, struct.calcsize("=" + format))
-    return struct.unpack("=" + format, bytes(found.parameters[:found.size]))
-
-MAP = (9, 2, 3, 1)  # data type, bytes of an element, swizzle, fill
-fake.fake_make_current(0)
-"""
-
-
-def build(folder: Path, *flags: str) -> list[str]:
-    libraries = [folder / "_launcher.so", folder / "libfake.so"]
-    sources = [sorted(map(str, (ROOT / "csrc").glob("*.c"))), [str(ROOT / "tests/support/fake_cuda.c")]]
-    for source, library in zip(sources, libraries, strict=True):
-        strict = ["-std=c11", "-D_GNU_SOURCE", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]
-        limited = ["-DPy_LIMITED_API=0x030A0000", f"-I{INCLUDE}"]
-        subprocess.run([str(CC), *strict, *limited, *flags, *source, "-o", str(library), "-ldl"], check=True)
-    return [str(library) for library in libraries]
-
-
-@pytest.fixture(scope="module", params=["plain", "sanitized"])
-def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
-    """Runs a script with the prelude above, and fails where it does."""
-    environment = dict(os.environ)
-    flags: list[str] = []
-    if request.param == "sanitized":
-        flags = SANITIZE
-        found = subprocess.run([str(CC), "-print-file-name=libasan.so"], capture_output=True, text=True).stdout.strip()
-        assert os.path.isabs(found), "the compiler has no libasan; install libgcc's sanitizer libraries"
-        # Leaks are counted below: the sanitizer would report what the interpreter keeps to its end.
-        environment |= {"LD_PRELOAD": found, "ASAN_OPTIONS": "detect_leaks=0"}
-    libraries = build(tmp_path_factory.mktemp("launcher"), *flags)
-
-    def call(script: str, fake: bool = True) -> None:
-        code = LOAD + (FAKE if fake else "") + textwrap.dedent(script)
-        command = [sys.executable, "-I", "-c", code, *libraries]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, done.stdout + done.stderr
-
-    return call
+@pytest.fixture(scope="module", params=KINDS)
+def run(request: pytest.FixtureRequest) -> Run:
+    return runner(request.param)
 
 
 def test_launches_what_the_plan_says(run) -> None:

@@ -5,6 +5,7 @@ The order of the package, from top to bottom, is the table LINE below. Imports i
 * modules check what they are given, hold parameters, and call functional;
 * functional checks and chooses between autograd (eager calls) and ops (traced calls);
 * both ask plan for the plan of a call and carry it out through operations;
+* steady writes down how eager calls of a plan go, and runs that;
 * plan decides by settings, and asks operations for their checks;
 * operations are sequences of launches: importing them is light, launchers come when one first runs;
 * launchers see kernels through settings and launch.
@@ -41,6 +42,7 @@ LINE = [
     {"modules", "layers", "_glu", "_linear_act", "_mlp"},
     {"functional"},
     {"autograd", "ops"},
+    {"steady"},
     {"plan"},
     {"operations"},
     {"launchers"},

@@ -1,4 +1,4 @@
-"""Command line: ``python -m fusedmlp demo``, ``tune`` and ``info``.
+"""Command line: ``python -m fusedmlp demo``, ``tune``, ``explain`` and ``info``.
 
 Nothing heavy is imported before a sub-command runs, so that ``--help`` answers at once.
 """
@@ -17,6 +17,7 @@ PACKAGES = ("torch", "triton", "numpy", "safetensors", "transformers", "gt-all-m
 
 
 def _parser() -> argparse.ArgumentParser:
+    from .profiling.explain_command import add_parser as add_explain_parser
     from .tune.command import add_parser as add_tune_parser
 
     parser = argparse.ArgumentParser(prog="python -m fusedmlp", description="Fused MLP layers for PyTorch.")
@@ -40,6 +41,7 @@ def _parser() -> argparse.ArgumentParser:
         "--repeats", type=int, help="timed repeats of the pretrained model (default: 5 on a CPU, 50 on a GPU)"
     )
     add_tune_parser(commands)
+    add_explain_parser(commands)
     commands.add_parser("info", help="versions, devices, settings tables, and which path runs on them")
     return parser
 
@@ -138,6 +140,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from .tune import command
 
         return command.main(args)
+    if args.command == "explain":
+        from .profiling import explain_command
+
+        return explain_command.main(args)
     from .demo import DemoError, run
 
     try:

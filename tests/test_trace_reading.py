@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import subprocess
+import sys
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -11,12 +13,16 @@ from typing import Any
 import pytest
 from support.trace_builder import GEMM, TraceBuilder, geglu_forward, linear
 
+from bench.large_trace import write_large
 from fusedmlp import cli
 from fusedmlp.profiling.trace import stream
 from fusedmlp.profiling.trace.load import load
 from fusedmlp.profiling.trace.model import Work, busy_us
 from fusedmlp.profiling.trace.stats import analyse
 from fusedmlp.profiling.trace.stream import TraceError, read_events
+
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def trace_of(tmp_path: Path, t: TraceBuilder, name: str = "trace.json") -> Any:
@@ -182,3 +188,27 @@ def test_copies_are_listed_apart(tmp_path: Path) -> None:
     step = stats.steps[0]
     assert (step.kernels, step.memcpy, step.memset) == (1, 1, 1)
     assert stats.copies["Memcpy HtoD (Pageable -> Device)"] == (1, 9.0, 1 << 20)
+
+
+PEAK = """
+import resource, sys
+import fusedmlp
+from fusedmlp.cli import main
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+assert main(["explain", sys.argv[1], "--json", sys.argv[2]]) == 0
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in KiB on Linux")
+def test_a_trace_of_200_mb_stays_within_500_mb(tmp_path: Path) -> None:
+    """PyTorch itself, without CUDA, takes 230 MB of them."""
+    path, out = tmp_path / "large.json", tmp_path / "out.json"
+    steps = write_large(path, 200)
+    command = [sys.executable, "-c", PEAK, str(path), str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, cwd=ROOT)
+    path.unlink()
+    assert done.returncode == 0, done.stderr
+    found = json.loads(out.read_text())["steps"]
+    assert [s["kernels"] for s in found] == [319] * steps
+    assert int(done.stdout.split()[-1]) < 270

@@ -85,14 +85,15 @@ def compare_launches(
     return LaunchComparison(*found, *steps)
 
 
-def training_step(call: Callable[..., Any], *inputs: Any) -> Callable[[], None]:
-    """A function that runs ``call(*inputs)`` and its backward, and leaves no gradients behind."""
-    leaves = [x for x in inputs if isinstance(x, Tensor) and x.is_leaf]
+def training_step(call: Callable[..., Any], *inputs: Any, keywords: dict[str, Any] | None = None) -> Callable[[], None]:
+    """A function that runs ``call(*inputs, **keywords)`` and its backward, and leaves no gradients behind."""
+    named = keywords or {}
+    leaves = [x for x in (*inputs, *named.values()) if isinstance(x, Tensor) and x.is_leaf]
     leaves += list(call.parameters()) if isinstance(call, nn.Module) else []
     ones: list[Tensor] = []
 
     def step() -> None:
-        outputs = [y for y in tensors_in(call(*inputs)) if y.requires_grad]
+        outputs = [y for y in tensors_in(call(*inputs, **named)) if y.requires_grad]
         if not outputs:
             raise ValueError("a training step needs an output that requires a gradient; none of these does")
         if [(o.shape, o.dtype, o.device) for o in ones] != [(y.shape, y.dtype, y.device) for y in outputs]:

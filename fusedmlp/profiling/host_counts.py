@@ -34,19 +34,20 @@ def warn_of_host_counts() -> None:
 
 
 class HostCounter(TorchDispatchMode):
-    """Counts between start() and stop(), on this thread and on those of autograd."""
+    """Counts between start() and stop(), on this thread and those of autograd; ``triton``: launches of Triton too."""
 
     only_watches = True  # our own layers keep to their kernels
 
-    def __init__(self) -> None:
+    def __init__(self, triton: bool = True) -> None:
         super().__init__()
+        self._triton = triton
         self.names: list[str] = []
         self.copies = 0
         self.fills = 0
         self._restore: Callable[[], None] | None = None
 
     def start(self) -> None:
-        self._restore = _watch_interpreter(self.names)
+        self._restore = _watch_interpreter(self.names) if self._triton else None
         self.__enter__()
 
     def stop(self) -> LaunchCounts:

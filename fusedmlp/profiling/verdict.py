@@ -86,17 +86,20 @@ def judge(step: StepStats, work: Sequence[Work], ceilings: dict[str, float] | No
         )
     found = products(work)
     busy = step.kernel_us or 1.0
-    traffic = sum(w.duration for w in work if w.kind == "kernel" and decode(w.name).family in _TRAFFIC) / busy
-    tail = f"; elementwise work, copies and reductions take {traffic:.0%} of kernel time"
+    kernels = [w for w in work if w.kind == "kernel"]
+    traffic = sum(w.duration for w in kernels if decode(w.name).family in _TRAFFIC) / busy
+    share = sum(w.duration for w in kernels if decode(w.name).family == "gemm") / busy
+    head = f"products take {share:.0%} of kernel time, elementwise work, copies and reductions {traffic:.0%}"
+    word = "memory-bound" if traffic > share else "compute-bound"
     if not found:
-        word = "memory-bound" if traffic > 0.5 else "compute-bound"
-        return Verdict(word, f"the device waits {waiting:.0%} of the time" + tail)
+        return Verdict(word, head)
     us = sum(p.us for p in found)
     rate, speed = sum(p.flop for p in found) / us / 1e6, sum(p.bytes for p in found) / us / 1e6
-    head = f"products take {us / busy:.0%} of kernel time at {rate:.0f} TFLOP/s and {speed:.2f} TB/s"
+    known = "" if us / busy > share - 0.01 else f" (those whose sizes are known, {us / busy:.0%})"
+    head += f"; products{known} run at {rate:.0f} TFLOP/s and {speed:.2f} TB/s"
     if not ceilings:
-        return Verdict("memory-bound" if traffic > us / busy else "compute-bound", head + tail)
+        return Verdict(word, head)
     top, wire = ceilings["gemm_tflop_s"], ceilings["copy_tb_s"]
     head += f" of this card's {top:.0f} and {wire:.2f}"
     memory = sum(p.us for p in found if p.bytes / wire > p.flop / top) / busy + traffic
-    return Verdict("memory-bound" if memory > 0.5 else "compute-bound", head + tail)
+    return Verdict("memory-bound" if memory > 0.5 else "compute-bound", head)

@@ -33,7 +33,6 @@ _LAYOUT = re.compile(r"_([tn]{2})(?:_?[tn])?(?=_|$)")
 # Small kernels that belong to a product: (part of the name, what it does, family).
 _HELPERS = (
     ("splitKreduce_kernel", "adds up the parts of a product that was split along K", "gemm"),
-    ("reduceSplitK", "adds up the parts of a product that was split along K", "gemm"),
     ("cublasLt::epilogue", "bias gradient beside a product", "gemm"),
     ("gemvNSP", "matrix times vector", "gemm"),
     ("gemv2T", "transposed matrix times vector", "gemm"),
@@ -55,6 +54,8 @@ def decode_gemm(name: str) -> KernelName | None:
     """A matrix product or its helper, else None."""
     if "nvjet" in name:
         return _nvjet(name)
+    if "ReduceSplitK" in name:
+        return _split_reduction(name)
     if found := _XMMA.search(name):
         return _xmma(found)
     if found := _CUTLASS.search(name):
@@ -92,6 +93,16 @@ def _nvjet(name: str) -> KernelName:
     for token in extras:
         _jet_extra(token, details)
     return _product("cuBLAS", details)
+
+
+def _split_reduction(name: str) -> KernelName:
+    """The reduction behind a split product of CUTLASS, or behind a convolution of cuDNN, which is one too."""
+    details = {"role": "splitKreduce"}
+    if "cudnn" in name:
+        text = "adds up the parts of a convolution that was split (cuDNN)"
+        return KernelName(text, "convolution", "cuDNN", details)
+    text = "adds up the parts of a product that was split along K (CUTLASS)"
+    return KernelName(text, "gemm", "CUTLASS", details)
 
 
 def _jet_dtypes(letters: str) -> str:

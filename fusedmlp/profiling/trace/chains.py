@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from .model import Work
-from .tokens import ACT, ACT_MUL, GEMM, GRAD, GRAD_MUL, MUL, RELU, Token, tokens
+from .tokens import ACT, ACT_MUL, GEMM, GRAD, GRAD_MUL, GRAD_SUM, MUL, RELU, SUM, Token, tokens
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,8 @@ class Chain:
 
     kind: "glu", "mlp", "relu_stack" or "linear_act". direction: "forward" or "backward". layer: the class to use.
     now, then: launches of these kernels, and of the layer. bytes_saved: memory traffic saved, in bytes, None where the
-    profile recorded no shapes. shape: "[tokens, in -> out]". work: the kernels.
+    profile recorded no shapes. shape: "[tokens, in -> out]",
+    backward that of the hidden layer. work: the kernels.
     """
 
     kind: str
@@ -52,14 +53,14 @@ def _pattern(kind: str, direction: str, regex: str) -> _Pattern:
 
 # The first that fits at a place wins: from the longest to the shortest.
 _PATTERNS = (
-    _pattern("glu", "backward", "GG?S?MM(?:GG?S?)?B(?:GG?S?){0,2}P?"),
-    _pattern("glu", "backward", "GG?S?DS*(?:GG?S?){1,2}P?"),
+    _pattern("glu", "backward", "GG?S*MM(?:GG?S*)?B(?:GG?S*){0,2}P?"),
+    _pattern("glu", "backward", "GS*G?S*D[ST]*(?:GG?S*){1,2}P?"),
     _pattern("glu", "forward", "G[AR]GMG?|GG[AR]MG?|GGCG?"),
     _pattern("relu_stack", "forward", "(?:GR){2,}"),
-    _pattern("relu_stack", "backward", "(?:BS?GG?S?){2,}"),
-    _pattern("mlp", "backward", "GG?S?BS?GG?S?"),
+    _pattern("relu_stack", "backward", "(?:[BT]S*GG?S*){2,}"),
+    _pattern("mlp", "backward", "GS*G?S*[BT][ST]*G[ST]*G?[ST]*"),
     _pattern("mlp", "forward", "G[AR]G"),
-    _pattern("linear_act", "backward", "BS?GG?S?"),
+    _pattern("linear_act", "backward", "[BT]S*GG?S*"),
     _pattern("linear_act", "forward", "G[AR]"),
 )
 
@@ -111,7 +112,7 @@ def _chain(pattern: _Pattern, taken: Sequence[Token], training: bool) -> Chain:
     activation = "relu" if activation == "threshold" else activation
     now = sum(len(t.work) for t in taken)
     then = _launches(pattern, taken)
-    bias = any(t.char == "S" for t in taken)
+    bias = any(t.char in (SUM, GRAD_SUM) for t in taken)
     size = _hidden_bytes(taken)
     saved = None if size is None else _bytes_saved(pattern, size, activation, training, bias)
     work = tuple(w for t in taken for w in t.work)
@@ -146,13 +147,14 @@ def _layer(kind: str, activation: str) -> str:
 
 
 def _elementwise(taken: Sequence[Token]) -> Token | None:
-    chars = (ACT, RELU, ACT_MUL, MUL, GRAD, GRAD_MUL)
+    chars = (ACT, RELU, ACT_MUL, MUL, GRAD, GRAD_MUL, GRAD_SUM)
     return next((t for t in taken if t.char in chars and t.numel), None)
 
 
 def _hidden_bytes(taken: Sequence[Token]) -> int | None:
     """Bytes of the hidden layer: of what is activated, summed over the layers of a stack."""
-    sizes = [t.numel * t.itemsize for t in taken if t.char in (ACT, RELU, ACT_MUL, GRAD, GRAD_MUL)]
+    chars = (ACT, RELU, ACT_MUL, GRAD, GRAD_MUL, GRAD_SUM)
+    sizes = [t.numel * t.itemsize for t in taken if t.char in chars]
     return sum(sizes) if sizes and all(sizes) else None
 
 
@@ -176,7 +178,7 @@ def _shape(pattern: _Pattern, taken: Sequence[Token]) -> str:
     dims = [t.dims for t in taken if t.char == GEMM and t.dims]
     if pattern.direction == "backward" or not dims:
         known = _elementwise(taken)
-        return f"{known.numel} elements" if known else ""
+        return f"[{known.numel // known.width}, {known.width}]" if known and known.width else ""
     M, N, K = dims[0]
     ends = [f"{K} -> {N}"]
     if pattern.kind in ("glu", "mlp") and taken[-1].char == GEMM and taken[-1].dims:
@@ -204,7 +206,7 @@ class ChainGroup:
     def __str__(self) -> str:
         c = self.chain
         where = f" {c.shape}" if c.shape else ""
-        traffic = "" if self.bytes_saved is None else f", {self.bytes_saved / 1e6:.1f} MB of traffic less"
+        traffic = "" if not self.bytes_saved else f", {self.bytes_saved / 1e6:.1f} MB of traffic less"
         return (
             f"{self.count} x {c.direction}{where}: {c.layer} makes {c.now} launches {c.then}; "
             f"{self.saved} launches less a step{traffic}"

@@ -21,7 +21,6 @@ from fusedmlp.profiling.trace.model import Work, busy_us
 from fusedmlp.profiling.trace.stats import analyse
 from fusedmlp.profiling.trace.stream import TraceError, read_events
 
-
 ROOT = Path(__file__).resolve().parents[1]
 
 

@@ -36,9 +36,10 @@ def _show_rich(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, title_style="bold")
+    # As Text: brackets in names are no markup.
+    table = Table(title=Text(title, style="bold"), title_justify="left", box=box.SIMPLE_HEAD)
     for i, name in enumerate(columns):
-        table.add_column(name, justify="left" if i in left else "right", overflow="fold")
+        table.add_column(Text(name), justify="left" if i in left else "right", overflow="fold")
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
     wide = None if sys.stdout.isatty() else 200

@@ -148,6 +148,18 @@ def test_an_error_in_the_code_ends_the_count() -> None:
     assert count_launches(lambda: torch.ones(2).exp()).kernels == 2
 
 
+def test_an_operation_of_a_library_is_one_and_a_range_is_none() -> None:
+    @torch.library.custom_op("fusedmlp_test::twice", mutates_args=())
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return x.exp().log() * 2
+
+    def work() -> None:
+        with torch.profiler.record_function("a range"):
+            twice(torch.empty(3))
+
+    assert count_launches(work).names == ["fusedmlp_test.twice.default"]
+
+
 INTERPRETED = """
 import sys
 sys.path[:0] = [{root!r}, {tests!r}]

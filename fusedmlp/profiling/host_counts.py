@@ -21,6 +21,7 @@ from .counts import HOST, HOST_MEANING, LaunchCounts, ProfilerError
 _NO_WORK = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "detach", "alias"}
 _NO_WORK |= {"lift_fresh", "set_", "resize_", "is_same_size", "is_pinned", "record_stream", "_local_scalar_dense"}
 _NO_WORK |= {"_has_compatible_shallow_copy_type", "equal", "item", "_reshape_alias"}
+_BOOKKEEPING = {"profiler", "prim", "inductor", "c10d_functional"}  # operations that are no work of this device
 _COPIES = {"copy_", "clone", "_to_copy"}
 _FILLS = {"zero_", "zeros", "zeros_like", "new_zeros"}
 
@@ -59,19 +60,11 @@ class HostCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.namespace not in ("aten", "prims", "prim"):
-            return self._custom(func, args, kwargs)
-        self._count(func, args, kwargs)
+        if func.namespace in ("aten", "prims"):
+            self._count(func, args, kwargs)
+        elif func.namespace not in _BOOKKEEPING:
+            self.names.append(str(func))  # of a library: nobody sees what it does inside
         return func(*args, **kwargs)
-
-    def _custom(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """An operation of some library: what it dispatches within, or itself where that is nothing."""
-        before = len(self.names), self.copies, self.fills
-        with self:
-            result = func(*args, **kwargs)
-        if before == (len(self.names), self.copies, self.fills):
-            self.names.append(str(func))
-        return result
 
     def _count(self, func: Any, args: Any, kwargs: Any) -> None:
         name = func._schema.name.removeprefix("aten::")

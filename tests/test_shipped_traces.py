@@ -150,8 +150,10 @@ def test_names_of_the_others() -> None:
         "bfloat16 product, 256x128 tile, 4 stages of 64 along K, cluster 1x2, TN, bias in the epilogue (cuBLAS)"
     ]
     assert decoded("geglu-compile-forward")[2] == "pointwise: gelu, mul (Inductor)"
-    assert decoded("geglu-fused-forward")[0] == "FusedGLUMLP, FusedMLP: hidden layer: products, bias, activation"
-    assert decoded("naive-fused-forward") == ["FusedReLUMLP: all layers of a ReLU stack"]
+    hidden = "hidden layer: products, bias, activation, 132 blocks of 384 threads"
+    assert decoded("geglu-fused-forward")[0] == f"FusedGLUMLP, FusedMLP: {hidden}"  # no operation in a no_grad forward
+    assert decoded("geglu-fused-step")[0] == f"FusedGLUMLP: {hidden}"
+    assert decoded("naive-fused-forward") == ["FusedReLUMLP: all layers of a ReLU stack, 128 blocks of 128 threads"]
     assert [text.split(",")[0] for text in decoded("naive-eager-forward")][::2] == ["bfloat16 product"] * 3
     backward = decoded("geglu-fused-step")[2:]
     assert "gradient of the hidden layer" in backward[0] and len(backward) == 4

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
+
 from .base import KernelName
 
 GLU, ACT, MLP, STACK = "FusedGLUMLP", "FusedLinearAct", "FusedMLP", "FusedReLUMLP"
@@ -52,3 +56,23 @@ def decode_ours(name: str) -> KernelName | None:
     details = {"layer": layer, "language": language, "kernel": name} | ({"operands": form} if form else {})
     family = "gemm" if name in GEMMS else "elementwise"
     return KernelName(f"{layer}: {text}", family, "fusedmlp", details, operations)
+
+
+_BY_WEIGHTS = {1: ACT, 2: MLP, 3: GLU}  # weights of a call -> its layer, but for a stack
+
+
+def in_context(
+    name: KernelName, shapes: Sequence[Sequence[int]], grid: Sequence[int], block: Sequence[int]
+) -> KernelName:
+    """Our kernel with what its launch tells beside the name: the layer, by the weights among the operands of its
+    autograd function (``shapes``, where the profile recorded them), and how the plan launches it."""
+    details, text = dict(name.details), name.text
+    weights = sum(len(s) == 2 for s in shapes[1:])
+    layer = _BY_WEIGHTS.get(weights, "")
+    if layer and layer in details["layer"]:
+        text = text.replace(details["layer"], layer, 1)
+        details["layer"] = layer
+    if grid and block:
+        details["plan"] = f"{prod(grid)} blocks of {prod(block)} threads"
+        text = f"{text}, {details['plan']}"
+    return replace(name, text=text, details=details)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ..names import KernelName, decode
+from ..names.ours import in_context
 from .model import ApiCall, Op, Step, Trace, Work, busy_us
 
 SMALL_US = 5.0  # a kernel that costs the device less than its launch costs the host
@@ -219,8 +220,16 @@ def _by_name(kernels: Sequence[Work], total: float) -> list[KernelStats]:
         ops = [w.op for w in same if w.op is not None]
         op = statistics.mode([o.name for o in ops]) if ops else ""
         shapes = next((_shapes(o) for o in ops if o.name == op and o.shapes), "")
-        found.append(KernelStats(name, decode(name), len(same), us, us / total if total else 0.0, op, shapes))
+        found.append(KernelStats(name, _decoded(same[0]), len(same), us, us / total if total else 0.0, op, shapes))
     return sorted(found, key=lambda k: -k.total_us)
+
+
+def _decoded(work: Work) -> KernelName:
+    name = decode(work.name)
+    if name.library != "fusedmlp":
+        return name
+    shapes = work.op.shapes if work.op is not None and work.op.name == "Fused" else ()
+    return in_context(name, shapes, work.grid, work.block)
 
 
 def _shapes(op: Op) -> str:

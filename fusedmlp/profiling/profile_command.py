@@ -91,10 +91,11 @@ def _run(args: argparse.Namespace) -> int:
     planned = [(v, p, guesses(workload, v, p)) for v in variants for p in passes]
     profile_report.show_guesses([(v.name, p, guess) for v, p, guess in planned])
     ceilings = measure_ceilings(TORCH_DTYPES[args.dtype]) if torch.cuda.is_available() else None
-    results = [run_variant(workload, v, p, guess, args.out, ceilings) for v, p, guess in planned]
+    traces = args.out / "traces"  # alone in their folder, for tools that upload one
+    results = [run_variant(workload, v, p, guess, traces, ceilings) for v, p, guess in planned]
     profile_report.show(results, ceilings, args.top)
     data, page = profile_report.write(results, workload.text, ceilings, args.out)
-    print(f"\nTraces, {data.name} and {page.name} are in {args.out}")
+    print(f"\n{data.name} and {page.name} are in {args.out}, traces in {traces}")
     sure = {v.name for v in variants if v.kind in ("eager", "fused")}
     return 1 if any(r.mark != "equal" for r in results if r.variant in sure) else 0
 

@@ -118,4 +118,4 @@ def write(results: Sequence[Result], title: str, ceilings: Ceilings | None, out:
 
 def _result(r: Result) -> dict[str, Any]:
     head = {"variant": r.variant, "pass": r.pass_, "seen": r.seen, "split_k": r.split, "host_us": r.host_us}
-    return head | {"guess": asdict(r.guess), "trace": r.trace.name, "report": r.report.as_dict()}
+    return head | {"guess": asdict(r.guess), "trace": f"traces/{r.trace.name}", "report": r.report.as_dict()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import random
 import subprocess
 import sys
 import tracemalloc
@@ -211,3 +212,37 @@ def test_a_trace_of_200_mb_stays_within_500_mb(tmp_path: Path) -> None:
     found = json.loads(out.read_text())["steps"]
     assert [s["kernels"] for s in found] == [319] * steps
     assert int(done.stdout.split()[-1]) < 270
+
+
+ODD: list[Any] = [None, True, -1, [], {}, "x", 1e308, float("nan"), float("inf"), [[1], None], {"a": 1}]
+
+
+def _mutated(content: dict[str, Any], rng: random.Random) -> bytes:
+    """A trace in which a few fields hold something else, or that is cut off, or with other bytes."""
+    events = content["traceEvents"]
+    for _ in range(3):
+        event = rng.choice(events)
+        holder = event["args"] if event.get("args") and rng.random() < 0.6 else event
+        if isinstance(holder, dict) and holder:
+            holder[rng.choice(list(holder))] = rng.choice(ODD)
+    data = bytearray(json.dumps(content).encode())
+    if rng.random() < 0.2:
+        del data[rng.randrange(len(data)) :]
+    if rng.random() < 0.2:
+        data[rng.randrange(len(data))] = rng.randrange(256)
+    return bytes(data)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_damaged_traces_are_read_or_refused(seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    t = TraceBuilder()
+    for _ in range(2):
+        with t.step():
+            geglu_forward(t)
+            t.synchronize()
+    path, page = tmp_path / "t.json", tmp_path / "t.html"
+    path.write_bytes(_mutated(t.content(), random.Random(seed)))
+    code = cli.main(["explain", str(path), "--json", str(tmp_path / "t.out"), "--html", str(page)])
+    said = capsys.readouterr()
+    assert (code, page.exists()) in ((0, True), (2, False))
+    assert (code == 2) == said.err.startswith(f"fusedmlp explain: {path}: ")

@@ -110,10 +110,11 @@ def _synchronize() -> None:
 
 
 def guesses(workload: Workload, chosen: Variant, pass_: str) -> Guess:
-    """The guess for a variant and pass, made from the eager module for what is compiled."""
+    """The guess for a variant and pass, made from the eager module for what is compiled, and from this package's own
+    layer for one from the Hub."""
     call = getattr(chosen, pass_)
     if chosen.kind in ("fused", "hub"):
-        return guess_fused(call)
+        return guess_fused(call if chosen.kind == "fused" else getattr(variant(workload, "fused"), pass_))
     if chosen.kind == "eager":
         return guess_eager(call)
     eager = variant(workload, "eager")

@@ -60,13 +60,13 @@ class _Reader:
         self.trace.events += 1
         if event.get("ph") != "X":
             return
-        category = event.get("cat", "")
+        category = str(event.get("cat", ""))
         category = _RENAMED.get(category, category)
         if category not in _WORK and category not in _API and category not in _OPS:
             return
         try:
             self._keep(category, event)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise TraceError(
                 f"{self.trace.path}: event {self.trace.events} ({event.get('name')!r}) has fields that torch.profiler "
                 f"does not write: {error}"
@@ -74,7 +74,7 @@ class _Reader:
 
     def _keep(self, category: str, event: dict[str, Any]) -> None:
         args = event.get("args") or {}
-        name, start, duration = self._name(event.get("name", "")), float(event["ts"]), float(event.get("dur", 0))
+        name, start, duration = self._name(event.get("name", "")), _time(event["ts"]), _time(event.get("dur", 0))
         if category in _WORK:
             self._keep_work(_WORK[category], name, start, duration, event, args)
             return
@@ -104,8 +104,8 @@ class _Reader:
             _number(args.get("device", event.get("pid", 0))),
             _number(args.get("stream", event.get("tid", 0))),
             _number(args.get("correlation", -1)),
-            tuple(args.get("grid") or ()),
-            tuple(args.get("block") or ()),
+            tuple(map(int, args.get("grid") or ())),
+            tuple(map(int, args.get("block") or ())),
             _number(args.get("bytes", 0)),
             float(args.get("est. achieved occupancy %", -1)),
             in_graph,
@@ -151,6 +151,14 @@ class _Reader:
                 work.call = ApiCall("", op.start, 0.0, op.thread, work.correlation, op)
             if work.call is not None and work.call.op is None:
                 work.call.op = op
+
+
+def _time(value: Any) -> float:
+    """Microseconds, below a million years."""
+    time = float(value)
+    if not abs(time) < 3e19:
+        raise ValueError(f"{value!r} is no time")
+    return time
 
 
 def _number(value: Any) -> int:

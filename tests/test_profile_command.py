@@ -14,9 +14,10 @@ import torch
 from torch import nn
 
 from fusedmlp import cli
-from fusedmlp.profiling import guess, tables
+from fusedmlp.profiling import guess, profile_report, tables
 from fusedmlp.profiling.assertions import training_step
 from fusedmlp.profiling.html import write_html
+from fusedmlp.profiling.profile_run import Ceilings, Result, whole_passes
 from fusedmlp.profiling.trace.load import load
 from fusedmlp.profiling.trace_report import TraceReport
 from fusedmlp.profiling.workloads import WorkloadError, mlp, mlp_workload, model_workload, variant
@@ -176,6 +177,40 @@ def test_what_the_compiler_will_do(kind: str, shape: tuple[int, ...], forward: i
 def test_a_long_sum_is_two_kernels_of_the_compiler() -> None:
     assert guess.guess_compiled(*_calls(nn.Linear(4, 4), 2000, 4)).kernels == 1 + 4
     assert guess.guess_compiled(*_calls(nn.Linear(4, 4), 20, 4)).kernels == 1 + 3
+
+
+# ------------------------------------------------------------------------------------------------ reports of a GPU
+
+
+def _result(variant_name: str, pass_: str, kernels: int) -> Result:
+    """As if the shipped trace had just been recorded."""
+    path = TRACES / f"h200-geglu-{variant_name}-{pass_}.json.gz"
+    report = TraceReport(load(path))
+    seen = sum(w.kind == "kernel" for w in report.work)
+    found = guess.Guess(kernels, ("a part",) * kernels, "by the structure")
+    return Result(variant_name, pass_, found, seen, 0, 120.0, report, report.verdict, path)
+
+
+def test_what_a_gpu_run_prints_and_writes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    ceilings = Ceilings(790.0, 4.25)
+    results = [_result("eager", "step", 15), _result("compile", "step", 11), _result("fused", "step", 6)]
+    profile_report.show(results, ceilings, top=20)
+    said = capsys.readouterr().out
+    assert said.count("equal") == 2 and "DIFFERS by +1" in said
+    assert "compile step guessed: a part, a part" in said and "compile step seen: bfloat16 product" in said
+    assert "8192 x 3072 x 768" in said and "compute-bound" in said
+    flop = 9 * 2 * 8192 * 3072 * 768
+    assert {row[1] for row in whole_passes(results)} == {flop}
+    assert f"{flop / 1e9:.2f}" in said
+    data, page = profile_report.write(results, "geglu", ceilings, tmp_path)
+    content = json.loads(data.read_text())
+    assert [r["mark"] for r in content["guesses"]] == ["equal", "DIFFERS by +1", "equal"]
+    assert content["ceilings"] == {"gemm_tflop_s": 790.0, "copy_tb_s": 4.25}
+    assert [v["launches"] for v in page_data(page)["variants"]] == [15, 12, 6]
+    assert [g["mark"] for g in page_data(page)["guesses"]] == ["equal", "DIFFERS by +1", "equal"]
 
 
 # --------------------------------------------------------------------------------------------------------- pages

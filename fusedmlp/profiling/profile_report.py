@@ -13,7 +13,7 @@ import torch
 
 from .guess import Guess
 from .html import Page, write_html
-from .profile_run import Ceilings, Result, product_rows
+from .profile_run import Ceilings, Result, product_rows, whole_passes
 from .tables import show_table
 from .verdict import Product
 
@@ -81,6 +81,11 @@ def _show_products(results: Sequence[Result], ceilings: Ceilings | None) -> None
         (name, f"{p.M} x {p.N} x {p.K}", f"{p.us:.1f}", f"{p.flop / 1e9:.2f}", f"{p.bytes / 1e6:.1f}")
         + (f"{p.tflop_s:.0f}", f"{p.tb_s:.2f}", _bound(p, ceilings))
         for name, p in product_rows(results)
+    ]
+    rows += [
+        (f"{r.variant} {r.pass_}", "all kernels", f"{us:.1f}", f"{flop / 1e9:.2f}", "", f"{rate:.0f}", "")
+        + (f"{rate / ceilings.gemm_tflop_s:.0%} of the TFLOP/s",)
+        for r, flop, us, rate in whole_passes(results)
     ]
     if not rows:
         return

@@ -155,3 +155,17 @@ def product_rows(results: Sequence[Result]) -> list[tuple[str, Product]]:
         for p in products(r.report.work):
             rows.setdefault((r.variant, r.pass_, p.name, p.M, p.N, p.K), (f"{r.variant} {r.pass_}", p))
     return list(rows.values())
+
+
+def whole_passes(results: Sequence[Result]) -> list[tuple[Result, int, float, float]]:
+    """Each result with the FLOP of all products of its pass, its kernel time in microseconds, and their TFLOP/s.
+
+    The FLOP are counted at the eager variant, whose products all have their sizes in the profile; without it, nothing.
+    """
+    flop = {r.pass_: sum(p.flop for p in products(r.report.work)) for r in results if r.variant == "eager"}
+    found = []
+    for r in results:
+        us = r.report.stats.steps[r.report.step].kernel_us
+        if flop.get(r.pass_) and us:
+            found.append((r, flop[r.pass_], us, flop[r.pass_] / us / 1e6))
+    return found

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 _T = TypeVar("_T")
 
@@ -128,11 +129,16 @@ def plain(tensors: Sequence[Tensor | None]) -> str | None:
             return f"a {kind.__name__} is not a plain tensor"
         if t.is_neg():
             return "a tensor with its negative bit set (a view of a complex one) does not hold its own values"
-    if _dispatch_modes():
+    if _dispatch_modes() and not _only_watched():
         return "a TorchDispatchMode is active and sees PyTorch's operations only"
     if _tracing_state() is not None:
         return "inside torch.jit.trace"
     return _transformed()
+
+
+def _only_watched() -> bool:
+    """Whether every active mode says of itself that it changes nothing, as the launch counter does."""
+    return all(getattr(mode, "only_watches", False) for mode in _get_current_dispatch_mode_stack())
 
 
 def plain_while_compiling(tensors: Sequence[Tensor | None]) -> str | None:

@@ -160,6 +160,12 @@ def explain_plan(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Explana
     return Explanation(notes)
 
 
+def launches(plan: Plan, save: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The launches of a plan in words, forward and backward (with every gradient asked for); ``save``: the level of
+    :mod:`fusedmlp.saving`. Nothing for a plan that goes PyTorch's way."""
+    return _LAUNCHES[plan.op](plan, save) if plan.eager_reason is None else ((), ())
+
+
 def _kernel(plan: Plan, name: str, fused: str, pair: tuple[str, ...]) -> tuple[str, ...]:
     settings = _settings(plan, name)
     return pair if settings.family == "pair" else (f"{fused} [{settings}]",)

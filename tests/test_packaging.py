@@ -152,7 +152,7 @@ def build_wheel(folder: Path, **variables: str) -> zipfile.ZipFile:
     """The wheel, built without an index from a copy, so that the checkout stays as it is."""
     source = folder / "source"
     source.mkdir()
-    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "fusedmlp_pytest.py"):
         shutil.copy(ROOT / name, source / name)
     shutil.copytree(PACKAGE, source / "fusedmlp", ignore=shutil.ignore_patterns("__pycache__", "*.so"))
     shutil.copytree(ROOT / "csrc", source / "csrc")
@@ -196,8 +196,9 @@ def test_wheel_is_built_without_a_compiler_too(tmp_path: Path):
 
 
 def test_wheel_holds_the_package_and_nothing_else(wheel: zipfile.ZipFile):
-    data = [path for end in ("*.json", "*.txt", "*.pyi") for path in PACKAGE.rglob(end)]
-    expected = {path.relative_to(ROOT).as_posix() for path in [*SOURCES, *data, PACKAGE / "py.typed"]}
+    data = [path for end in ("*.json", "*.txt", "*.pyi", "*.html") for path in PACKAGE.rglob(end)]
+    plugin = ROOT / "fusedmlp_pytest.py"
+    expected = {path.relative_to(ROOT).as_posix() for path in [*SOURCES, *data, PACKAGE / "py.typed", plugin]}
     found = {name for name in wheel.namelist() if ".dist-info/" not in name}
     assert found == expected
 
@@ -210,7 +211,7 @@ def test_wheel_names_its_requirements(wheel: zipfile.ZipFile):
     assert "License-Expression: Apache-2.0" in lines
     assert "Requires-Python: >=3.10" in lines
     extras = {line.split()[1] for line in lines if line.startswith("Provides-Extra:")}
-    assert extras >= {"kernels", "transformers", "demo", "test", "dev"}
+    assert extras >= {"kernels", "transformers", "demo", "profile", "test", "dev"}
 
 
 IMPORT_PROBE = """
@@ -336,3 +337,8 @@ def test_import_rule_sees_every_form():
     source = "from ..settings import x\nfrom .a import b"
     nested = imports_of(PACKAGE / "kernels" / "glu.py", ast.parse(source))
     assert nested == {("settings", False), ("kernels", False)}
+
+
+def test_wheel_offers_the_pytest_fixture(wheel: zipfile.ZipFile):
+    (name,) = (name for name in wheel.namelist() if name.endswith("entry_points.txt"))
+    assert "[pytest11]\nfusedmlp = fusedmlp_pytest" in wheel.read(name).decode()

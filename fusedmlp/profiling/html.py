@@ -1,0 +1,112 @@
+"""One self-contained page: a timeline of one step of each variant, launches, guesses, kernels. It needs no network."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .names import decode
+from .trace.model import Op, Work
+from .trace.stats import KernelStats
+from .trace_report import TraceReport
+
+MAX_ITEMS = 20_000  # of one step; beyond, the shortest host operations are left out
+_KINDS = {"copy": "copy", "fill": "copy", "memcpy": "copy", "memset": "copy", "softmax": "reduction"}
+_KINDS |= {"norm": "reduction"}
+_DRAWN = {"gemm", "attention", "convolution", "elementwise", "reduction"}
+
+
+@dataclass
+class Page:
+    """What the page shows beside the timelines. guesses: rows with variant, pass, guess, seen, mark and why."""
+
+    title: str
+    about: str = ""
+    names: Sequence[str] = ()
+    guesses: Sequence[dict[str, Any]] = field(default_factory=list)
+
+
+def write_html(path: str | Path, reports: Sequence[TraceReport], page: Page | None = None, title: str = "") -> Path:
+    """Write the page for one report or several side by side (``page.names``: what to call them). Returns the path."""
+    page = page or Page(title, f"{reports[0].device}, {reports[0].trace.path}")
+    names = list(page.names) or [Path(r.trace.path).name for r in reports]
+    content = {
+        "title": page.title,
+        "about": page.about,
+        "guesses": list(page.guesses),
+        "variants": [_variant(name, report) for name, report in zip(names, reports, strict=True)],
+    }
+    # "</script>" in a name would end the element that holds the data.
+    text = json.dumps(content).replace("</", "<\\/")
+    template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+    path = Path(path)
+    path.write_text(template.replace("__DATA__", text), encoding="utf-8")
+    return path
+
+
+def _variant(name: str, report: TraceReport) -> dict[str, Any]:
+    stats = report.stats.steps[report.step]
+    lanes, length = _lanes(report)
+    return {
+        "name": name,
+        "launches": stats.kernels,
+        "verdict": str(report.verdict),
+        "length": length,
+        "lanes": lanes,
+        "kernels": [_kernel(k) for k in report.stats.kernels[:40]],
+        "chains": [str(group) for group in report.chains],
+    }
+
+
+def _kernel(k: KernelStats) -> dict[str, Any]:
+    return {"name": k.name, "text": k.decoded.text, "us": k.total_us, "share": k.share, "count": k.count, "op": k.op}
+
+
+def _lanes(report: TraceReport) -> tuple[list[dict[str, Any]], float]:
+    """Lanes of the step, host threads first, and its length in microseconds; times from the step's begin."""
+    step, work = report.trace.steps[report.step], report.work
+    begin = step.start
+    end = max([step.end, *(w.end for w in work)])
+    ops = [o for o in report.trace.ops if o.start >= begin and o.end <= end]
+    ops = sorted(sorted(ops, key=lambda o: -o.duration)[:MAX_ITEMS], key=lambda o: o.start)
+    threads: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    for op in ops:
+        threads[op.thread].append(_box(op.name, op.start - begin, op.duration, len(op.line()) - 1, "op"))
+    for call in report.trace.calls:
+        if begin <= call.start and call.end <= end:
+            depth = len(call.op.line()) if call.op is not None else 0
+            threads[call.thread].append(_box(call.name, call.start - begin, call.duration, depth, "call"))
+    lanes = [_lane(f"host thread {i + 1}", items) for i, items in enumerate(threads.values())]
+    streams: dict[tuple[int, int], list[Work]] = defaultdict(list)
+    for w in work:
+        streams[w.device, w.stream].append(w)
+    for (device, stream), items in sorted(streams.items()):
+        lanes.append(_lane(f"cuda:{device} stream {stream}", [_work(w, begin) for w in items]))
+    return lanes, end - begin
+
+
+def _lane(name: str, items: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"name": name, "items": items, "depth": 1 + max((i["l"] for i in items), default=0)}
+
+
+def _box(name: str, start: float, duration: float, level: int, kind: str) -> dict[str, Any]:
+    return {"n": name, "s": round(start, 3), "d": round(duration, 3), "l": level, "c": kind}
+
+
+def _work(w: Work, begin: float) -> dict[str, Any]:
+    decoded = decode(w.name)
+    kind = _KINDS.get(decoded.family, decoded.family)
+    box = _box(w.name, w.start - begin, w.duration, 0, kind if kind in _DRAWN or kind == "copy" else "other")
+    return box | {"t": decoded.text, "o": _launcher(w.op)}
+
+
+def _launcher(op: Op | None) -> str:
+    """The operation, and the outermost one that it runs within."""
+    if op is None:
+        return ""
+    outer = op.line()[-1].name
+    return op.name if outer == op.name else f"{op.name} in {outer}"

@@ -1,6 +1,6 @@
 """What goes wrong when launches and times are taken, each shown by a few lines and the numbers that they print.
 
-    python bench/pitfalls.py --out docs/pitfalls-h200.json    # on a GPU; docs/profiling.md quotes it
+    python bench/pitfalls.py --out bench/results/h200/profile/pitfalls.json    # on a GPU; docs/profiling.md quotes it
 
 Without a GPU (--cpu) the same code runs on small shapes; counts are then those of the host, and times say nothing.
 """

@@ -1,4 +1,4 @@
-"""Fill the tables of docs/profiling.md from the shipped traces and from docs/pitfalls-h200.json.
+"""Fill the tables of docs/profiling.md from the shipped traces and from bench/results/h200/profile/pitfalls.json.
 
 python bench/profiling_tables.py            # writes the file
 python bench/profiling_tables.py --check    # exit code 1 where it would change
@@ -22,7 +22,7 @@ from fusedmlp.profiling.trace_report import TraceReport
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS, TRACES = ROOT / "docs" / "profiling.md", ROOT / "tests" / "traces"
-PITFALLS = ROOT / "docs" / "pitfalls-h200.json"
+PITFALLS = ROOT / "bench" / "results" / "h200" / "profile" / "pitfalls.json"
 # What gpu-idle 0.1.0 prints for them.
 GPU_IDLE = {
     "geglu-eager-step": (27, "none of its signatures"),

@@ -25,8 +25,12 @@ class Ref:
     value: int
 
 
+class Step:
+    """What happened, in its turn."""
+
+
 @dataclass
-class Allocation:
+class Allocation(Step):
     value: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -34,7 +38,7 @@ class Allocation:
 
 
 @dataclass
-class Operation:
+class Operation(Step):
     """An operation of PyTorch; ``writes``: it changes an argument."""
 
     function: Any
@@ -45,12 +49,9 @@ class Operation:
 
 
 @dataclass
-class Launched:
+class Launched(Step):
     launch: Any
     args: tuple[Any, ...]
-
-
-Step = Allocation | Operation | Launched
 
 
 @dataclass

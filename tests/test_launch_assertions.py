@@ -217,6 +217,9 @@ def test_the_plugin_gives_a_fixture_and_stays_light(tmp_path: Path, monkeypatch:
     (tmp_path / "test_users.py").write_text(PLUGIN_TEST)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv(
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1"
+    )  # where fusedmlp is installed, its entry point is the plug-in
     command = [sys.executable, "-m", "pytest", "-p", "fusedmlp_pytest", "-p", "no:cacheprovider", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=250, cwd=tmp_path)
     assert "1 failed, 2 passed" in done.stdout, done.stdout + done.stderr

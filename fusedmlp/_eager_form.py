@@ -95,6 +95,16 @@ def _traced(module: nn.Module, label: str, training: bool) -> Step:
     if len(inputs) != 1:
         given = ", ".join(inputs) or "nothing"
         raise ValueError(f"{label}.forward takes {given}; only one argument is allowed")
+    return form_of_graph(graph, module)
+
+
+def form_of_graph(graph: fx.Graph, module: nn.Module) -> Step:
+    """The expression that a traced forward of one argument returns.
+
+    Raises:
+        ValueError: it returns nothing, or does something besides.
+    """
+    label = type(module).__name__
     steps: dict[fx.Node, Step] = {}
     for node in graph.nodes:
         if node.op == "output":
@@ -169,15 +179,11 @@ def split_activation(
         if wrapped is not None:
             raise ValueError(f"{wrapped}, which replacing the module would drop")
         found, what = activation_of_module(child), f"{step.target} = {child}"
-    elif step.op == "call_function" and len(step.args) == 1:
-        found, what = _function_activation(step), str(step)
-    elif step.op == "call_method" and len(step.args) == 1 and not step.kwargs:
-        name = _METHOD_ACTIVATIONS.get(str(step.target))
-        if name is None:
-            return None
-        found, what = ACTIVATIONS[name], str(step)
     else:
-        return None
+        applied = applied_function(step)
+        if applied is None:
+            return None
+        found, what = applied[0], str(step)
     if found is None and told is None:
         known = ", ".join(sorted(ACTIVATIONS))
         raise ValueError(f"{label} applies an activation that is not known: {what}; the known ones are: {known}")
@@ -186,11 +192,18 @@ def split_activation(
     return None if told is None else (told, step.args[0])
 
 
-def _function_activation(step: Step) -> Activation | None:
-    kwargs = {k: v for k, v in step.kwargs.items() if k != "inplace"}
-    if step.target is F.gelu and set(kwargs) == {"approximate"}:
-        return {"none": ACTIVATIONS["gelu"], "tanh": ACTIVATIONS["gelu_tanh"]}.get(kwargs["approximate"])
-    return None if kwargs else activation_of_module(step.target)
+def applied_function(step: Step) -> tuple[Activation | None] | None:
+    """The activation (None: one that is not known) of a step that applies a function or a method to one argument and
+    no child; None for another step."""
+    if step.op == "call_function" and len(step.args) == 1:
+        kwargs = {k: v for k, v in step.kwargs.items() if k != "inplace"}
+        if step.target is F.gelu and set(kwargs) == {"approximate"}:
+            return ({"none": ACTIVATIONS["gelu"], "tanh": ACTIVATIONS["gelu_tanh"]}.get(kwargs["approximate"]),)
+        return (None if kwargs else activation_of_module(step.target),)
+    if step.op == "call_method" and len(step.args) == 1 and not step.kwargs:
+        name = _METHOD_ACTIVATIONS.get(str(step.target))
+        return None if name is None else (ACTIVATIONS[name],)
+    return None
 
 
 def _agreed(found: Activation, told: Activation | None, label: str) -> Activation:

@@ -38,7 +38,7 @@ MAX_LINES = 400
 
 # The line of the package, from top to bottom: a module imports from lower rows only, or from its own.
 LINE = [
-    {"modules", "layers", "_glu", "_linear_act", "_mlp"},
+    {"modules", "layers", "_described", "_glu", "_linear_act", "_mlp", "_stateless"},
     {"functional"},
     {"autograd", "ops"},
     {"plan"},

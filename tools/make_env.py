@@ -33,7 +33,7 @@ CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 # The last release whose Linux aarch64 wheel on the package index is a CPU build.
 AARCH64_CPU_TORCH = "torch==2.9.1"
 IMPATIENT = ["--timeout", "10", "--retries", "0"]
-EXTRAS = {"test": ["test", "lint"], "demo": ["demo"]}
+EXTRAS = {"test": ["test", "lint", "hub"], "demo": ["demo"]}
 # On a CPU the demo runs the plain PyTorch path: Triton would be 200 MB for nothing.
 NOT_NEEDED_ON_CPU = {"demo": ["triton"], "test": []}
 

@@ -1,0 +1,344 @@
+"""The stateless layers, lent to other modules by the real ``kernelize()``: nothing but the speed may change."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from kernels import Mode, kernelize, replace_kernel_forward_from_hub, use_kernel_mapping
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from transformers import BertConfig, CLIPVisionConfig, GemmaConfig, LlamaConfig
+from transformers.models.bert.modeling_bert import BertIntermediate
+from transformers.models.clip.modeling_clip import CLIPMLP
+from transformers.models.gemma.modeling_gemma import GemmaMLP
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+import fusedmlp
+from fusedmlp import layers
+from fusedmlp.layers import _COMPUTES
+
+SIZES = {"hidden_size": 24, "intermediate_size": 40, "num_attention_heads": 2}
+MODES = [Mode.INFERENCE, Mode.TRAINING, Mode.INFERENCE | Mode.TORCH_COMPILE, Mode.TRAINING | Mode.TORCH_COMPILE]
+ACTS: dict[str, Callable[[], nn.Module]] = {
+    "silu": nn.SiLU,
+    "gelu": nn.GELU,
+    "gelu_tanh": lambda: nn.GELU(approximate="tanh"),
+    "relu": nn.ReLU,
+    "tanh": nn.Tanh,
+}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled() -> None:
+    torch._dynamo.reset()
+
+
+class Here:
+    """A repository of kernels that lies in this process."""
+
+    def __init__(self, name: str) -> None:
+        self.layer_name = name
+
+    def load(self) -> type[nn.Module]:
+        return getattr(layers, self.layer_name)
+
+
+def lend(name: str, model: nn.Module, mode: Mode = Mode.TRAINING, condition: Any = None) -> nn.Module:
+    """``model`` kernelized; its class, and its children's, ask for the layer of that name."""
+    for module in model.modules():
+        if not type(module).__module__.startswith("torch."):
+            replace_kernel_forward_from_hub(type(module), name, condition)
+    if isinstance(model, nn.Sequential):
+        replace_kernel_forward_from_hub(nn.Sequential, name, condition)
+    try:
+        with use_kernel_mapping({name: {"cpu": Here(name)}}, inherit_mapping=False):
+            return kernelize(model, mode=mode, device="cpu", use_fallback=False)
+    finally:
+        if isinstance(model, nn.Sequential):
+            del nn.Sequential.kernel_layer_name, nn.Sequential.kernel_condition
+
+
+class Gated(nn.Module):
+    """A gated MLP as model code writes it."""
+
+    def __init__(self, act: nn.Module, bias: bool = False) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = (nn.Linear(24, 40, bias=bias) for _ in range(2))
+        self.down_proj = nn.Linear(40, 24, bias=bias)
+        self.act_fn = act
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Scaled(Gated):
+    """The same with something more in the forward."""
+
+    scale: Any = 2.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * super().forward(x)
+
+
+class Sliced(Gated):
+    """As models with tensor-parallel checkpoints had it: an object of the module says what is computed."""
+
+    def __init__(self, act: nn.Module, bias: bool = False) -> None:
+        super().__init__(act, bias)
+        self.config = LlamaConfig(**SIZES, pretraining_tp=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.config.pretraining_tp > 1:
+            parts = [F.linear(x, w) for w in self.up_proj.weight.chunk(2)]
+            return self.down_proj(self.act_fn(self.gate_proj(x)) * torch.cat(parts, -1))
+        return super().forward(x)
+
+
+class OwnWeight(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return F.relu(super().forward(input))
+
+
+class Limited(nn.Module):
+    """Reads an attribute that says what is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(24, 40)
+        self.limit: float | None = None
+
+    def forward(self, input: Tensor) -> Tensor:
+        y = F.relu(self.lin(input))
+        return y if self.limit is None else y.clamp(max=self.limit)
+
+
+class Functional(nn.Module):
+    """Its activation is a function, kept as an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1, self.w2 = nn.Linear(24, 40), nn.Linear(40, 24)
+        self.act = F.silu
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return self.w2(self.act(self.w1(hidden_states)))
+
+
+def gemma(act: str) -> nn.Module:
+    return GemmaMLP(GemmaConfig(**SIZES, hidden_act=act, hidden_activation=act))
+
+
+ADOPTERS: dict[str, tuple[str, Callable[[], nn.Module]]] = {
+    "gemma": ("GeGLUMLP", lambda: gemma("gelu_pytorch_tanh")),
+    "gemma, silu": ("GLUMLP", lambda: gemma("silu")),
+    "llama": ("SwiGLUMLP", lambda: LlamaMLP(LlamaConfig(**SIZES))),
+    "llama with biases": ("SwiGLUMLP", lambda: LlamaMLP(LlamaConfig(**SIZES, mlp_bias=True))),
+    "clip": ("MLP", lambda: CLIPMLP(CLIPVisionConfig(**SIZES))),
+    "bert": ("LinearAct", lambda: BertIntermediate(BertConfig(**SIZES))),
+    "sequential": ("LinearReLU", lambda: nn.Sequential(nn.Linear(24, 40), nn.ReLU())),
+    "own weight": ("LinearReLU", lambda: OwnWeight(24, 40)),
+    "own weight, no bias": ("LinearReLU", lambda: OwnWeight(24, 40, bias=False)),
+    "attribute": ("LinearReLU", Limited),
+    "function": ("MLP", Functional),
+}
+
+
+def fused_op(module: nn.Module, x: Tensor) -> bool:
+    """Whether a call of ``module`` came to one of our operations, on its way to PyTorch's for want of a GPU."""
+    notes = fusedmlp.explain_plan(module, x).notes
+    return [note.reason for note in notes] == ["the tensors are on cpu; the kernels run on CUDA devices"]
+
+
+def assert_equal_steps(ours: nn.Module, eager: nn.Module, x: Tensor) -> None:
+    """Outputs and all gradients of two modules with the same parameters."""
+    found, wanted = [], []
+    for module, results in ((ours, found), (eager, wanted)):
+        leaf = x.clone().requires_grad_()
+        y = module(leaf)
+        results += [y, *torch.autograd.grad(y.square().sum(), [leaf, *module.parameters()])]
+    for a, b in zip(found, wanted):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.parametrize("adopter", ADOPTERS)
+def test_adopters_keep_their_numbers(adopter: str, mode: Mode):
+    name, make = ADOPTERS[adopter]
+    eager = make()
+    ours = lend(name, copy.deepcopy(eager), mode)
+    x = torch.randn(3, 5, 24)
+    assert "forward" in ours.__dict__
+    assert fused_op(ours, x)
+    call = torch.compile(ours, backend="aot_eager", fullgraph=True) if Mode.TORCH_COMPILE in mode else ours
+    if Mode.TRAINING in mode:
+        assert_equal_steps(call, eager, x)
+    else:
+        with torch.no_grad():
+            torch.testing.assert_close(call(x), eager(x))
+
+
+@pytest.mark.parametrize("bias, compiled", [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize("act", ACTS)
+@pytest.mark.parametrize("name", ["GeGLUMLP", "SwiGLUMLP", "GLUMLP"])
+def test_every_activation_is_computed_as_the_adopter_means_it(name: str, act: str, bias: bool, compiled: bool):
+    eager = Gated(ACTS[act](), bias)
+    ours = lend(name, copy.deepcopy(eager))
+    x = torch.randn(7, 24)
+    call = torch.compile(ours, backend="aot_eager", fullgraph=True) if compiled else ours
+    assert_equal_steps(call, eager, x)
+    meant = {"GeGLUMLP": ("gelu", "gelu_tanh"), "SwiGLUMLP": ("silu",), "GLUMLP": ("silu", "gelu", "gelu_tanh", "relu")}
+    assert fused_op(ours, x) is (act in meant[name])
+    if act not in meant[name]:
+        assert torch.equal(ours(x), eager(x))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("make", [Scaled, Sliced])
+def test_more_than_the_layer_computes_is_left_to_the_class(make: type[Gated], compiled: bool):
+    eager = make(nn.SiLU())
+    ours = lend("SwiGLUMLP", copy.deepcopy(eager))
+    x = torch.randn(7, 24)
+    call = torch.compile(ours, backend="aot_eager", fullgraph=True) if compiled else ours
+    assert torch.equal(call(x), eager(x))
+    assert not fused_op(ours, x)
+    assert not layers.condition("SwiGLUMLP")(ours)
+
+
+def change_act(m: Any) -> None:
+    m.act_fn = nn.ReLU()
+
+
+def change_gelu(m: Any) -> None:
+    m.act_fn.approximate = "none"
+
+
+def hook_act(m: Any) -> None:
+    m.act_fn.register_forward_hook(lambda module, args, y: y + 1)
+
+
+def hook_linear(m: Any) -> None:
+    m.up_proj.register_forward_hook(lambda module, args, y: y + 1)
+
+
+def replace_linear(m: Any) -> None:
+    m.up_proj = nn.Sequential(m.up_proj, nn.Tanh())
+
+
+def change_forward(m: Any) -> None:
+    m.act_fn.forward = lambda x: x.sin()
+
+
+# Whether hooks are there is no guard of compiled code, of an eager module's neither: torch.compile documents it.
+CHANGES = [change_act, change_gelu, replace_linear]
+UNGUARDED = [hook_act, hook_linear, change_forward]
+
+
+@pytest.mark.parametrize(
+    "change, compiled",
+    [*((f, False) for f in CHANGES + UNGUARDED), *((f, True) for f in CHANGES)],
+    ids=lambda f: getattr(f, "__name__", None),
+)
+def test_changes_after_the_first_call_are_seen(change: Callable[[nn.Module], None], compiled: bool):
+    eager = Gated(nn.GELU(approximate="tanh"))
+    ours = lend("GeGLUMLP", copy.deepcopy(eager))
+    x = torch.randn(7, 24)
+    call = torch.compile(ours, backend="aot_eager", fullgraph=True) if compiled else ours
+    torch.testing.assert_close(call(x), eager(x))
+    assert fused_op(ours, x)
+    change(ours)
+    change(eager)
+    torch.testing.assert_close(call(x), eager(x))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_an_attribute_that_the_forward_reads_is_watched(compiled: bool):
+    eager = Limited()
+    ours = lend("LinearReLU", copy.deepcopy(eager))
+    x = torch.randn(7, 24)
+    call = torch.compile(ours, backend="aot_eager", fullgraph=True) if compiled else ours
+    torch.testing.assert_close(call(x), eager(x))
+    for limit in (0.1, None):
+        ours.limit = eager.limit = limit
+        torch.testing.assert_close(call(x), eager(x))
+        assert fused_op(ours, x) is (limit is None)
+
+
+def test_a_forward_patched_on_the_class_is_seen(monkeypatch: pytest.MonkeyPatch):
+    ours = lend("SwiGLUMLP", Gated(nn.SiLU()))
+    x = torch.randn(7, 24)
+    before = ours(x)
+    monkeypatch.setattr(Gated, "forward", lambda self, x: -self.up_proj(x))
+    assert before.shape == (7, 24)
+    assert torch.equal(ours(x), -ours.up_proj(x))
+
+
+def test_compiled_code_serves_every_module_that_is_alike():
+    """As where each block of a model is compiled by itself."""
+    counter = CompileCounterWithBackend("eager")
+    x = torch.randn(5, 24)
+    for make in (lambda: Gated(nn.SiLU()), Functional):
+        before = counter.frame_count
+        for _ in range(10):
+            ours = lend("GLUMLP" if make is not Functional else "MLP", make())
+            torch.testing.assert_close(torch.compile(ours, backend=counter, fullgraph=True)(x), ours(x))
+        assert counter.frame_count == before + 1
+
+
+def test_reading_runs_nothing_of_the_children():
+    class Trap(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            raise AssertionError("called")
+
+    module = Gated(nn.SiLU())
+    module.up_proj = Trap(24, 40)
+    assert layers.condition("GLUMLP")(module)
+    with pytest.raises(AssertionError, match="called"):  # no plain Linear: called, never read around
+        lend("GLUMLP", module)(torch.randn(2, 24))
+
+
+def test_an_adopter_can_be_copied_and_pickled():
+    eager = LlamaMLP(LlamaConfig(**SIZES))
+    ours = lend("SwiGLUMLP", copy.deepcopy(eager))
+    x = torch.randn(3, 24)
+    ours(x)
+    for other in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+        torch.testing.assert_close(other(x), eager(x))
+        with torch.no_grad():
+            other.down_proj.weight.zero_()
+        assert other(x).abs().max() == 0
+        torch.testing.assert_close(ours(x), eager(x))
+
+
+@pytest.mark.parametrize("name", _COMPUTES)
+def test_condition_says_what_is_adopted(name: str):
+    fits = {n for n, (layer, _) in ADOPTERS.items() if layer == name}
+    assert fits
+    for adopter in fits:
+        assert layers.condition(name)(ADOPTERS[adopter][1]())
+    assert not layers.condition(name)(nn.Sequential(nn.Linear(24, 40), nn.Tanh()))
+    untouched = lend(name, Scaled(nn.SiLU()), condition=layers.condition(name))
+    assert "forward" not in untouched.__dict__ or untouched.forward.__func__ is Scaled.forward
+
+
+def test_condition_names_what_there_is():
+    with pytest.raises(ValueError, match="no stateless layer is called 'GeGLU'; there are: GLUMLP, GeGLUMLP,"):
+        layers.condition("GeGLU")
+
+
+@pytest.mark.parametrize("name", _COMPUTES)
+def test_a_stateless_layer_alone_says_what_to_use(name: str):
+    with pytest.raises(TypeError, match=f"use Fused{name} for a layer of its own"):
+        getattr(layers, name)()(torch.randn(2, 24))
+    assert hasattr(layers, f"Fused{name}")
+
+
+def test_every_class_of_layers_is_one_or_the_other():
+    classes = {n for n in layers.__all__ if isinstance(getattr(layers, n), type)}
+    assert classes == set(_COMPUTES) | {n for n in classes if n.startswith("Fused")}
+    assert all(getattr(layers, n).has_backward and getattr(layers, n).can_torch_compile for n in _COMPUTES)

@@ -1,4 +1,4 @@
-"""Command line: ``python -m fusedmlp demo``, ``tune`` and ``info``.
+"""Command line: ``python -m fusedmlp demo``, ``tune``, ``hub`` and ``info``.
 
 Nothing heavy is imported before a sub-command runs, so that ``--help`` answers at once.
 """
@@ -17,6 +17,7 @@ PACKAGES = ("torch", "triton", "numpy", "safetensors", "transformers", "gt-all-m
 
 
 def _parser() -> argparse.ArgumentParser:
+    from .hub.command import add_parser as add_hub_parser
     from .tune.command import add_parser as add_tune_parser
 
     parser = argparse.ArgumentParser(prog="python -m fusedmlp", description="Fused MLP layers for PyTorch.")
@@ -40,6 +41,7 @@ def _parser() -> argparse.ArgumentParser:
         "--repeats", type=int, help="timed repeats of the pretrained model (default: 5 on a CPU, 50 on a GPU)"
     )
     add_tune_parser(commands)
+    add_hub_parser(commands)
     commands.add_parser("info", help="versions, devices, settings tables, and which path runs on them")
     return parser
 
@@ -128,8 +130,8 @@ def _path_on(device: torch.device) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a sub-command. Returns the exit code: 0; 1 where the demo's numbers are out of bounds or a shape could not
-    be tuned; 2 for a request that cannot be met on this machine; 130 where tuning was stopped."""
+    """Runs a sub-command. Returns the exit code: 0; 1 where the demo's numbers are out of bounds, a shape could not
+    be tuned or a Hub tree has findings; 2 for a request that cannot be met; 130 where tuning was stopped."""
     args = _parser().parse_args(argv)
     if args.command == "info":
         print("\n".join(_info_lines()))
@@ -138,6 +140,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from .tune import command
 
         return command.main(args)
+    if args.command == "hub":
+        from .hub import command as hub_command
+
+        return hub_command.main(args)
     from .demo import DemoError, run
 
     try:

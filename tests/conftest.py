@@ -7,6 +7,7 @@ the compiled launcher where C cannot be compiled.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import random
 from collections.abc import Iterator
@@ -15,9 +16,13 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
+from support.local_hub import NO_TRANSFORMERS
 from support.native import NEEDS_COMPILER
 
 SEED = 20250607
+# Beside a PyTorch that was there before, without a network, there may be no `kernels`.
+HAS_KERNELS = importlib.util.find_spec("kernels") is not None
+collect_ignore = [] if HAS_KERNELS else ["hub", "test_layers.py"]
 GPU_FOLDER = Path(__file__).parent / "gpu"
 NO_DEVICE = "no CUDA device"
 
@@ -63,6 +68,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     count = sum("gpu" in report.keywords and NO_DEVICE in str(report.longrepr) for report in skipped)
     if count:
         terminalreporter.section(f"GPU TESTS SKIPPED: {count} ({NO_DEVICE})", sep="!", red=True, bold=True)
+    if not HAS_KERNELS:
+        said = "HUB TESTS NOT RUN: the package kernels is not installed"
+        terminalreporter.section(said, sep="!", red=True, bold=True)
+    count = sum(NO_TRANSFORMERS in str(report.longrepr) for report in skipped)
+    if count:
+        terminalreporter.section(f"HUB TESTS SKIPPED: {count} ({NO_TRANSFORMERS})", sep="!", red=True, bold=True)
     count = sum(NEEDS_COMPILER in str(report.longrepr) for report in skipped)
     if count:
         terminalreporter.section(f"LAUNCHER TESTS SKIPPED: {count} ({NEEDS_COMPILER})", sep="!", red=True, bold=True)

@@ -194,7 +194,7 @@ def test_wheel_is_built_without_a_compiler_too(tmp_path: Path):
 
 
 def test_wheel_holds_the_package_and_nothing_else(wheel: zipfile.ZipFile):
-    data = [path for end in ("*.json", "*.txt", "*.pyi") for path in PACKAGE.rglob(end)]
+    data = [path for end in ("*.json", "*.txt", "*.pyi", "*.md", "*.toml") for path in PACKAGE.rglob(end)]
     expected = {path.relative_to(ROOT).as_posix() for path in [*SOURCES, *data, PACKAGE / "py.typed"]}
     found = {name for name in wheel.namelist() if ".dist-info/" not in name}
     assert found == expected
@@ -208,7 +208,7 @@ def test_wheel_names_its_requirements(wheel: zipfile.ZipFile):
     assert "License-Expression: Apache-2.0" in lines
     assert "Requires-Python: >=3.10" in lines
     extras = {line.split()[1] for line in lines if line.startswith("Provides-Extra:")}
-    assert extras >= {"kernels", "transformers", "demo", "test", "dev"}
+    assert extras >= {"kernels", "hub", "transformers", "demo", "test", "dev"}
 
 
 IMPORT_PROBE = """

@@ -16,10 +16,12 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
+from support.hub_tree import use_tree_of_environment
 from support.local_hub import NO_TRANSFORMERS
 from support.native import NEEDS_COMPILER
 
 SEED = 20250607
+TESTED = use_tree_of_environment()
 # Beside a PyTorch that was there before, without a network, there may be no `kernels`.
 HAS_KERNELS = importlib.util.find_spec("kernels") is not None
 collect_ignore = [] if HAS_KERNELS else ["hub", "test_layers.py"]
@@ -60,7 +62,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_report_header() -> str:
     device = torch.cuda.get_device_name() if has_gpu() else "none"
     interpreter = os.environ.get("TRITON_INTERPRET", "0")
-    return f"torch {torch.__version__}, CUDA device: {device}, TRITON_INTERPRET={interpreter}"
+    return f"{TESTED}\ntorch {torch.__version__}, CUDA device: {device}, TRITON_INTERPRET={interpreter}"
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

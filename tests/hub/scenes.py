@@ -6,6 +6,7 @@ Each runs in a process of its own, since huggingface_hub reads its settings when
 from __future__ import annotations
 
 import copy
+import dataclasses
 import io
 import os
 import pickle
@@ -272,32 +273,38 @@ def refusals() -> None:
     assert get_kernel(REPO, version=1, trust_remote_code=[REPO]).layers
 
 
-def model_from_pretrained(folder: str) -> None:
-    """transformers' own way: a model that is loaded with a KernelConfig."""
+def documented(page: str, folder: str, *headings: str) -> dict[str, Any]:
+    """The snippets under these headings of a page, in a folder of their own; the names that the last ones made."""
+    from snippets import Runner, sections
+
+    import fusedmlp.hub.build as building
+
+    source = dataclasses.replace(building.find_source(), dirty=False)  # as if what is tested were committed
+    building.find_source = lambda: source  # type: ignore[assignment]
+    os.chdir(folder)
+    os.environ["PWD"] = folder
+    found, runner = sections(Path(page)), Runner()
+    for heading in headings:
+        runner = Runner()
+        for kind, text in found[heading]:
+            runner.run(kind, text)
+    return runner.names
+
+
+def documented_by_transformers(page: str, folder: str, heading: str) -> None:
+    """The same of transformers' own way, and what comes of it."""
     import transformers.utils.kernel_config as kernel_config
-    from kernels import replace_kernel_forward_from_hub
-    from transformers import KernelConfig, LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaForCausalLM
     from transformers.models.llama.modeling_llama import LlamaMLP
 
-    replace_kernel_forward_from_hub(LlamaMLP, "SwiGLUMLP")
     kernel_config.KERNELS_SUPPORTED_DEVICE_TYPES.append("cpu")  # this machine's; a GPU's are in the list
-    torch.manual_seed(0)
-    eager = LlamaForCausalLM(LlamaConfig(**SIZES, num_hidden_layers=2, vocab_size=50)).eval()
-    eager.save_pretrained(folder)
-    config = KernelConfig({"SwiGLUMLP": (f"{REPO}:SwiGLUMLP", {"version": 1, "trust_remote_code": True})})
-    ours = LlamaForCausalLM.from_pretrained(folder, kernel_config=config).eval()
-    forwards = {module.forward.__func__.__module__ for module in ours.modules() if isinstance(module, LlamaMLP)}
+    model = documented(page, folder, heading)["model"].eval()
+    forwards = {module.forward.__func__.__module__ for module in model.modules() if isinstance(module, LlamaMLP)}
     assert len(forwards) == 1 and next(iter(forwards)).startswith("_fusedmlp_cpu_"), forwards
+    eager = LlamaForCausalLM.from_pretrained("checkpoint").eval()
+    assert all("forward" not in module.__dict__ for module in eager.modules() if isinstance(module, LlamaMLP))
     tokens = torch.arange(12).view(2, 6)
-    torch.testing.assert_close(ours(tokens).logits, eager(tokens).logits)
-
-
-def benchmark(tree: str) -> None:
-    """`kernels benchmark ./path`."""
-    from kernels.cli import main
-
-    sys.argv = ["kernels", "benchmark", tree, "--iterations", "3", "--warmup", "1"]
-    main()
+    torch.testing.assert_close(model(tokens).logits, eager(tokens).logits)
 
 
 if __name__ == "__main__":

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
-from support.local_hub import NO_TRANSFORMERS, Repository
+from support.local_hub import Repository
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -65,25 +64,3 @@ def test_refusals(stage):
     tree = stage.hub.files("org/fusedmlp", "v1")
     repository.commit("v1", {name: data for name, data in tree.items() if "torch-xpu" in name})
     stage.run("refusals", cache="refusals")
-
-
-def test_benchmarks_are_verified_and_print_times(stage):
-    printed = stage.run("benchmark", stage.tree)
-    for workload in ("geglu", "geglu_step", "swiglu", "linear_relu"):
-        assert re.search(rf"│ {workload}\s+│.*✓", printed), printed
-
-
-def transformers_for_kernels() -> str | None:
-    """What to put on the path for a transformers that works with the installed kernels: "" where the installed one
-    does, else the folder that tools/make_env.py fills."""
-    from transformers.utils import is_kernels_available
-
-    folder = Path(sys.prefix, "with-kernels")
-    return "" if is_kernels_available() else str(folder) if folder.is_dir() else None
-
-
-def test_transformers_loads_a_model_with_a_kernel_config(stage, tmp_path: Path):
-    path = transformers_for_kernels()
-    if path is None:
-        pytest.skip(NO_TRANSFORMERS)
-    stage.run("model_from_pretrained", tmp_path, cache="transformers", first_on_path=path)

@@ -59,7 +59,7 @@ def test_upload_resume_and_update(stage: Stage, tmp_path: Path):
     assert "nothing was uploaded; add --upload to do it" in printed
     assert repo not in stage.hub.repositories
 
-    stage.hub.fail_commits = 100  # the connection breaks before anything is committed
+    stage.hub.fail_commits = 100  # the files arrive, the commit does not
     assert "the same command goes on from here" in publish(stage, tree, repo, "--upload", code=2)
     stage.hub.fail_commits = 0
     assert ours(stage.hub.files(repo, "v1")) == {}

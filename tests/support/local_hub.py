@@ -63,7 +63,7 @@ class LocalHub:
         self.large: dict[str, bytes] = {}
         self.trusted: set[str] = set()
         self.log: list[tuple[str, str, int]] = []
-        self.fail_commits = 0  # so many commits to come fail, as where a connection breaks
+        self.fail_commits = 0  # so many commits to come fail
         self.lock = threading.RLock()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (Handler,), {"hub": self}))
         self._server.daemon_threads = True
@@ -231,7 +231,7 @@ class Handler(BaseHTTPRequestHandler):
         repository, parent = self.commit_of(match)
         if self.hub.fail_commits:
             self.hub.fail_commits -= 1
-            raise Refusal(500, "Broken")
+            raise Refusal(423, "Locked")  # one that the client does not try again by itself
         tree = dict(repository.trees[parent])
         for line in body.splitlines():
             operation = json.loads(line)

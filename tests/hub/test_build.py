@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import importlib
 import json
 import platform
 import re
 import subprocess
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from kernels._rust import Backend, Build, Metadata
@@ -39,6 +42,15 @@ def tree(tmp_path_factory: pytest.TempPathFactory, clean_source: Source) -> Path
     return folder
 
 
+def imported(variant: Path, ident: str, module: str) -> ModuleType:
+    """A module of a variant, whether this machine would take the variant or not."""
+    spec = importlib.util.spec_from_file_location(ident, variant / "__init__.py")
+    assert spec and spec.loader
+    package = sys.modules[ident] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(package)
+    return importlib.import_module(module, ident)
+
+
 @needs_compiler
 @on_linux
 def test_two_builds_have_the_same_bytes(tmp_path: Path, clean_source: Source):
@@ -51,6 +63,8 @@ def test_two_builds_have_the_same_bytes(tmp_path: Path, clean_source: Source):
     assert {v.variant_str for v in get_variants_local(tmp_path / "a" / "build")} == {*NOARCH, *compiled}
     for name in compiled:
         assert [p.name for p in (tmp_path / "a" / "build" / name).rglob("*.so")] == ["_launcher.abi3.so"]
+        launch = imported(tmp_path / "a" / "build" / name, first.variants[name], ".launch")
+        assert Path(launch._launcher.__file__) == tmp_path / "a" / "build" / name / "_launcher.abi3.so"
 
 
 def test_a_tree_may_be_built_again_over_itself(tmp_path: Path, clean_source: Source):

@@ -69,7 +69,7 @@ GPU_SUITE = Check(
 )
 HUB_TREE = os.environ.get("FUSEDMLP_HUB_TREE") or "build/hub"
 HUB_BUILD = Check("Hub tree", ["fusedmlp", "hub", "build", "--output", HUB_TREE], ("setuptools",))
-HUB_CORE = [f"tests/gpu/test_{name}.py" for name in ("suite", "launch_counts", "compile_gpu", "graphs")]
+HUB_CORE = [f"tests/gpu/test_{name}.py" for name in ("suite", "launch_counts", "compile_gpu", "graphs", "layers_gpu")]
 HUB_TESTS = Check(
     "GPU tests on the Hub tree",
     ["pytest", "-m", "gpu", *HUB_CORE, *GPU_WORKERS],

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from ._children import why_wrapped
+from ._modes import all_modes, modes
 from .activations import ACTIVATIONS, Activation, activation_of_module, resolve_activation
 
 _DROPOUT_MODULES = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
@@ -50,8 +51,22 @@ class Step:
 class _ChildTracer(fx.Tracer):
     """Every submodule is one step: what happens inside a child is the child's business."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.modes = modes()
+
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return True
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        check_modes(self.modes)
+        return super().create_node(*args, **kwargs)
+
+
+def check_modes(before: tuple[object, ...]) -> None:
+    """Raises ValueError where the modes are not those any more: the forward that is traced switched one."""
+    if modes() != before:
+        raise ValueError("it switches gradients or autocast")
 
 
 def traced_form(module: nn.Module) -> Step:
@@ -85,7 +100,8 @@ def _traced(module: nn.Module, label: str, training: bool) -> Step:
     before = module.training
     module.training = training
     try:
-        graph = _ChildTracer().trace(module)
+        with all_modes(training):
+            graph = _ChildTracer().trace(module)
     except Exception as error:  # whatever a user's forward raises on a symbolic input
         message = f"cannot read what {label}.forward computes: {type(error).__name__}: {error}"
         raise ValueError(message) from error

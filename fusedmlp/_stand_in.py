@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx, nn
 
-from ._eager_form import Step, form_of_graph
+from ._eager_form import Step, check_modes, form_of_graph
+from ._modes import all_modes, modes
 
 CONSTANTS = (bool, int, float, str, type(None), torch.dtype, FunctionType, BuiltinFunctionType)
 _MISSING = object()
@@ -90,11 +91,13 @@ def record_forward(module: nn.Module) -> Recorded:
 def _record(module: nn.Module, training: bool) -> Recorded:
     label = type(module).__name__
     graph = fx.Graph()
-    tracer = fx.proxy.GraphAppendingTracer(graph)
+    tracer = _Tracer(graph)
     notes = _Notes(module, tracer, training)
     x = fx.Proxy(graph.placeholder("x"), tracer)
     try:
-        result: Any = type(module).forward(_StandIn(notes), x)  # type: ignore[arg-type]
+        with all_modes(training):
+            tracer.modes = modes()
+            result: Any = type(module).forward(_StandIn(notes), x)  # type: ignore[arg-type]
     except Exception as error:  # whatever a user's forward raises on a symbolic input
         message = f"cannot read what {label}.forward computes: {type(error).__name__}: {error}"
         raise ValueError(message) from error
@@ -102,6 +105,15 @@ def _record(module: nn.Module, training: bool) -> Recorded:
         raise ValueError(f"{label}.forward returns a {type(result).__name__}, not one tensor that it computes")
     graph.output(result.node)
     return Recorded(form_of_graph(graph, module), tuple(notes.called), tuple(notes.reads.items()))
+
+
+class _Tracer(fx.proxy.GraphAppendingTracer):
+    modes: tuple[object, ...] | None = None
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        if self.modes is not None:
+            check_modes(self.modes)
+        return super().create_node(*args, **kwargs)
 
 
 class _Notes:

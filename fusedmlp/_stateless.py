@@ -24,7 +24,6 @@ from .activations import Activation, activation_of_module
 
 # What an activation or a dropout can be told: the form of a GELU, a probability.
 OPTIONS = ("approximate", "p")
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class Reading(NamedTuple):
@@ -163,7 +162,8 @@ def _watched(
 
 def options_of(child: Any) -> Any:
     """The :data:`OPTIONS` of a child."""
-    return tuple([child.__dict__.get(name, Absent) for name in OPTIONS])
+    state = child.__dict__
+    return state.get("approximate", Absent), state.get("p", Absent)
 
 
 def _why_not_now(module: nn.Module, reading: Reading, allowed: tuple[str, ...]) -> str:
@@ -182,9 +182,13 @@ def _why_not_now(module: nn.Module, reading: Reading, allowed: tuple[str, ...]) 
 
 def _is_wrapped(child: nn.Module) -> bool:
     state = child.__dict__
-    for hooks in _HOOKS:
-        if state.get(hooks):
-            return True
+    if (
+        state["_forward_hooks"]
+        or state["_forward_pre_hooks"]
+        or state["_backward_hooks"]
+        or state["_backward_pre_hooks"]
+    ):
+        return True
     if "forward" not in state:
         return False
     # kernelize() lends forwards to activations too, which by its contract compute the same.

@@ -13,14 +13,16 @@ import torch.nn.functional as F
 from kernels import Mode, kernelize, replace_kernel_forward_from_hub, use_kernel_mapping
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
-from transformers import BertConfig, CLIPVisionConfig, GemmaConfig, LlamaConfig
+from transformers import BertConfig, CLIPVisionConfig, GemmaConfig, LlamaConfig, ModernBertConfig
 from transformers.models.bert.modeling_bert import BertIntermediate
 from transformers.models.clip.modeling_clip import CLIPMLP
 from transformers.models.gemma.modeling_gemma import GemmaMLP
 from transformers.models.llama.modeling_llama import LlamaMLP
+from transformers.models.modernbert.modeling_modernbert import ModernBertMLP
 
 import fusedmlp
 from fusedmlp import layers
+from fusedmlp._modes import modes
 from fusedmlp.layers import _COMPUTES
 
 SIZES = {"hidden_size": 24, "intermediate_size": 40, "num_attention_heads": 2}
@@ -98,6 +100,16 @@ class Sliced(Gated):
             parts = [F.linear(x, w) for w in self.up_proj.weight.chunk(2)]
             return self.down_proj(self.act_fn(self.gate_proj(x)) * torch.cat(parts, -1))
         return super().forward(x)
+
+
+class Switching(Gated):
+    """Computes under another mode than its caller's."""
+
+    mode: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.mode():
+            return super().forward(x)
 
 
 class OwnWeight(nn.Linear):
@@ -210,6 +222,39 @@ def test_more_than_the_layer_computes_is_left_to_the_class(make: type[Gated], co
     assert not layers.condition("SwiGLUMLP")(ours)
 
 
+SWITCHES: dict[str, Callable[[], Any]] = {
+    "no_grad": torch.no_grad,
+    "enable_grad": torch.enable_grad,
+    "autocast off": lambda: torch.autocast("cpu", enabled=False),
+    "autocast on": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    "autocast on, of its own dtype": lambda: torch.autocast("cpu", dtype=torch.float16),
+}
+
+
+@pytest.mark.parametrize("switch", SWITCHES)
+def test_a_forward_that_switches_a_mode_is_left_to_the_class(switch: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Switching, "mode", staticmethod(SWITCHES[switch]))
+    eager = Switching(nn.SiLU())
+    ours = lend("SwiGLUMLP", copy.deepcopy(eager))
+    x = torch.randn(7, 24, requires_grad=True)
+    for outer in SWITCHES.values():
+        with outer():
+            y, wanted = ours(x), eager(x)
+        assert (y.dtype, y.requires_grad) == (wanted.dtype, wanted.requires_grad)
+        assert torch.equal(y, wanted)
+    assert "switches gradients or autocast" in fusedmlp.explain_plan(ours, x).notes[0].reason
+    with pytest.raises(ValueError, match="switches gradients or autocast"):
+        fusedmlp.FusedSwiGLUMLP.from_module(eager)
+
+
+def test_reading_leaves_the_modes_as_they_were():
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.float16):
+        before = modes()
+        assert layers.condition("GLUMLP")(Gated(nn.SiLU()))
+        fusedmlp.FusedSwiGLUMLP.from_module(Gated(nn.SiLU()))
+        assert modes() == before
+
+
 def change_act(m: Any) -> None:
     m.act_fn = nn.ReLU()
 
@@ -300,6 +345,27 @@ def test_reading_runs_nothing_of_the_children():
     assert layers.condition("GLUMLP")(module)
     with pytest.raises(AssertionError, match="called"):  # no plain Linear: called, never read around
         lend("GLUMLP", module)(torch.randn(2, 24))
+
+
+KEYWORDS = {"gemma": "x", "llama": "x", "clip": "hidden_states", "bert": "hidden_states", "sequential": "input"}
+
+
+@pytest.mark.parametrize("adopter", KEYWORDS)
+def test_adopters_are_called_by_keyword_too(adopter: str):
+    name, make = ADOPTERS[adopter]
+    eager = make()
+    ours = lend(name, copy.deepcopy(eager))
+    x = torch.randn(3, 24)
+    torch.testing.assert_close(ours(**{KEYWORDS[adopter]: x}), eager(x))
+
+
+def test_a_packed_mlp_is_left_to_its_class():
+    config = ModernBertConfig(hidden_size=24, intermediate_size=40, num_attention_heads=2)
+    eager = ModernBertMLP(config).eval()
+    ours = lend("GeGLUMLP", copy.deepcopy(eager))
+    x = torch.randn(3, 24)
+    assert torch.equal(ours(x), eager(x))
+    assert not fused_op(ours, x)
 
 
 def test_an_adopter_can_be_copied_and_pickled():

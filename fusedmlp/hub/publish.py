@@ -29,6 +29,7 @@ class Plan:
     Attributes:
         repo: "owner/name".
         version: N; the branch is vN.
+        commit: of the sources that the tree was built from, None where it is not known.
         create_repo, create_branch: what is not there yet.
         send: path in the repository -> content, what the branch lacks or has otherwise.
         kept: how many files the branch has already.
@@ -39,6 +40,7 @@ class Plan:
 
     repo: str
     version: int
+    commit: str | None = None
     create_repo: bool = False
     create_branch: bool = False
     send: dict[str, bytes] = field(default_factory=dict)
@@ -55,6 +57,7 @@ class Plan:
         """The plan as text."""
         size = sum(map(len, self.send.values()))
         yield f"repository  {self.repo}" + (" (to be created)" if self.create_repo else "")
+        yield f"built from  {self.commit or 'an installed package or an archive: no commit is known'}"
         yield f"branch      {self.branch}" + (" (to be created)" if self.create_branch else "")
         if self.unreachable:
             yield f"NOTE        not compared with what is there: {self.unreachable}"
@@ -89,7 +92,7 @@ def plan(folder: Path, repo: str, version: int | None = None) -> Plan:
         raise HubError(f"--version is {version}, the tree was built as version {built}: build it with --version")
     if any(m.get("built-from", {}).get("dirty") or str(m["id"]).endswith("_dirty") for m in metadata):
         raise HubError(f"{folder} was built from files that differ from the commit; commit them and build again")
-    made = Plan(repo, built)
+    made = Plan(repo, built, metadata[0].get("built-from", {}).get("commit"))
     card = (folder / "build" / "CARD.md").read_text("utf-8")
     card = card.replace("{{ repo_id }}", repo).replace("{{ version }}", str(built))
     _compare(made, _local(folder), card.encode())

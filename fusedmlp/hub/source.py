@@ -33,8 +33,8 @@ class Source:
 
     Attributes:
         package: its folder.
-        root: the checkout around it, or None where it is installed.
-        commit: that of the checkout; None where there is none.
+        root: the checkout (or unpacked archive) around it, or None where it is installed.
+        commit: that of the checkout; None where none is known.
         dirty: whether files that a build is made from differ from the commit.
     """
 
@@ -83,8 +83,7 @@ def find_source(package: Path = PACKAGE) -> Source:
     commit = None if root is None else _git(root, "rev-parse", "HEAD")
     if root is None or commit is None:
         return Source(package, root, None, False)
-    changes = _git(root, "status", "--porcelain", "--", *_TRACKED)
-    return Source(package, root, commit, bool(changes))
+    return Source(package, root, commit, bool(_git(root, "status", "--porcelain", "--", *_TRACKED)))
 
 
 def _git(root: Path, *arguments: str) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -44,9 +45,18 @@ class Stage:
         }
         command = [sys.executable, str(SCENES), scene, *map(str, arguments)]
         environment = keep | settings | variables
-        done = subprocess.run(command, cwd=self.folder, env=environment, capture_output=True, text=True, timeout=240)
-        assert done.returncode == code, done.stdout + done.stderr
-        return done.stdout + done.stderr
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        done = subprocess.run(command, cwd=self.folder, env=environment, timeout=240, **streams)
+        assert done.returncode == code, done.stdout
+        return done.stdout
+
+    def commands(self, *lines: str, codes: tuple[int, ...] | None = None, **variables: str) -> list[str]:
+        """Runs commands of the package in one process; what each printed. All succeed unless ``codes`` says else."""
+        printed = self.run("commands", *lines, **variables)
+        parts = re.split(r"^exit code (\d+)\n", printed, flags=re.MULTILINE)
+        found = tuple(map(int, parts[1::2]))
+        assert found == (codes or (0,) * len(lines)), printed
+        return parts[:-1:2]
 
 
 def copy_of(source: Source, folder: Path) -> Source:
@@ -75,7 +85,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory, clean_source: Source) -> Ite
         shutil.rmtree(folder / "v2" / "build" / name)
     with LocalHub() as hub:
         made = Stage(hub, folder / "v1", folder, clean_source)
-        made.run("publish", folder / "v1", folder / "v2")
+        made.commands(*(f"hub publish {folder / version} --repo {REPO} --upload" for version in ("v1", "v2")))
         yield made
 
 

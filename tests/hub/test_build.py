@@ -159,12 +159,14 @@ def git(folder: Path, *arguments: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
-def test_what_git_says_of_a_source(tmp_path: Path):
+def test_what_git_says_of_a_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     package = tmp_path / "fusedmlp"
     folders.replace(package / "hub" / "tree", {"build.toml": b"[general]"}, mark="build.toml")
     assert find_source(package) == Source(package, None, None, False)
     (tmp_path / "csrc").mkdir()
     (tmp_path / "setup.py").write_text("")
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert find_source(package) == Source(package, tmp_path, None, False)
     git(tmp_path, "init", "-q")
     git(tmp_path, "add", ".")
     git(tmp_path, "commit", "-qm", "all")

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hub.conftest import ROOT, Stage
+from hub.conftest import REPO, ROOT, Stage
 from hub.snippets import sections
 from support.local_hub import NO_TRANSFORMERS
 
@@ -28,6 +28,15 @@ def transformers_for_kernels() -> str | None:
 
     folder = Path(sys.prefix, "with-kernels")
     return "" if is_kernels_available() else str(folder) if folder.is_dir() else None
+
+
+def test_snippet_of_the_card(stage: Stage, tmp_path: Path):
+    """As it stands on the page of the repository, with its name and version filled in."""
+    card = tmp_path / "README.md"
+    card.write_bytes(stage.hub.files(REPO, "main")["README.md"])
+    snippets = sections(card)["fusedmlp"]
+    assert len(snippets) == 1 and f'get_kernel("{REPO}", version=' in snippets[0][1]
+    stage.run("documented", card, tmp_path, "fusedmlp", cache="docs")
 
 
 @pytest.fixture

@@ -16,10 +16,6 @@ from fusedmlp.hub.build import build
 from fusedmlp.hub.source import Source
 
 
-def publish(stage: Stage, tree: Path, repo: str, *options: str, code: int = 0, **variables: str) -> str:
-    return stage.run("command", "hub", "publish", tree, "--repo", repo, *options, code=code, **variables)
-
-
 def small(folder: Path, source: Source) -> Path:
     """A tree of few variants: that for a CPU, and one that is compiled where it can be."""
     build(folder, source, launcher=CAN_COMPILE)
@@ -51,30 +47,32 @@ def other_source(stage: Stage, folder: Path) -> Source:
 
 def test_upload_resume_and_update(stage: Stage, tmp_path: Path):
     repo, tree = "org/updated", small(tmp_path / "tree", stage.source)
+    stage.hub.large.clear()  # another test may have sent the same
     before = len([path for method, path, _ in stage.hub.log if method == "PUT"])
-    printed = publish(stage, tree, repo)
-    for line in ("repository  org/updated (to be created)", "branch      v1 (to be created)"):
-        assert line in printed
-    assert "upload      build/torch-cpu/settings/nvidia-h200.json (" in printed
-    assert "nothing was uploaded; add --upload to do it" in printed
-    assert repo not in stage.hub.repositories
-
-    stage.hub.fail_commits = 100  # the files arrive, the commit does not
-    assert "the same command goes on from here" in publish(stage, tree, repo, "--upload", code=2)
-    stage.hub.fail_commits = 0
-    assert ours(stage.hub.files(repo, "v1")) == {}
+    stage.hub.fail_commits = 1  # the files arrive, the commit does not
+    publish = f"hub publish {tree} --repo {repo}"
+    upload = f"{publish} --upload"
+    shown, broken, resumed, again = stage.commands(publish, upload, upload, upload, codes=(0, 2, 0, 0))
+    built_from = f"built from  {stage.source.commit}"
+    for line in (built_from, "repository  org/updated (to be created)", "branch      v1 (to be created)"):
+        assert line in shown
+    assert "upload      build/torch-cpu/settings/nvidia-h200.json (" in shown
+    assert "nothing was uploaded; add --upload to do it" in shown
+    assert "(to be created)" in broken.split("\n")[0]  # the first has made nothing
+    assert "the same command goes on from here" in broken
     uploads = [path for method, path, _ in stage.hub.log if method == "PUT"][before:]
-    assert len(uploads) == len(list(tree.rglob("*.so")))
-    assert f"published: get_kernel({repo!r}, version=1)" in publish(stage, tree, repo, "--upload")
-    assert [path for method, path, _ in stage.hub.log if method == "PUT"][before:] == uploads  # sent once
+    assert len(uploads) == len(list(tree.rglob("*.so")))  # sent once, before the commit was refused
+    assert "repository  org/updated\nbuilt from" in resumed
+    assert f"published: get_kernel({repo!r}, version=1)" in resumed
+    assert "nothing to do" in again
     assert ours(stage.hub.files(repo, "v1")) == contents(tree)
     card = stage.hub.files(repo, "main")["README.md"].decode()
     assert f'get_kernel("{repo}", version=1, trust_remote_code=True)' in card and "{{" not in card
-    assert "nothing to do" in publish(stage, tree, repo, "--upload")
 
     # A build from another source: what is the same is not sent, what went is deleted.
     small(tree, other_source(stage, tmp_path))
-    printed = publish(stage, tree, repo, "--upload", "--message", "Later")
+    (printed,) = stage.commands(f"{upload} --message Later")
+    assert "no commit is known" in printed
     assert re.search(r"upload +build/torch-cpu/saving.py", printed)
     assert re.search(r"delete +build/torch-cpu/_load.py", printed)
     assert "build/torch-cpu/activations.py" not in printed
@@ -117,16 +115,14 @@ def test_a_dirty_build_is_refused(stage: Stage, tmp_path: Path, capsys: pytest.C
 
 
 def test_the_hub_refuses(stage: Stage):
-    printed = publish(stage, stage.tree, "forbidden/x", "--upload", code=2)
-    assert "publishing kernels is a right that the Hub grants on request" in printed
-
-
-def test_without_a_token(stage: Stage):
-    printed = publish(stage, stage.tree, "org/untold", "--upload", code=2, HF_TOKEN="")
-    assert "log in with `hf auth login`, or set HF_TOKEN" in printed
+    publish = f"hub publish {stage.tree} --upload --repo"
+    forbidden, untold = stage.commands(f"{publish} forbidden/x", f"HF_TOKEN= {publish} org/untold", codes=(2, 2))
+    assert "publishing kernels is a right that the Hub grants on request" in forbidden
+    assert "log in with `hf auth login`, or set HF_TOKEN" in untold
 
 
 def test_without_a_network(stage: Stage):
-    printed = publish(stage, stage.tree, "org/x", "--upload", code=2, HF_HUB_OFFLINE="1")
+    line = f"hub publish {stage.tree} --repo org/x --upload"
+    (printed,) = stage.commands(line, codes=(2,), HF_HUB_OFFLINE="1")
     assert "NOTE        not compared with what is there" in printed
     assert "the Hub cannot be reached" in printed

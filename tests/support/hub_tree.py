@@ -35,33 +35,35 @@ class _Known(Loader):
 
 
 class _Names(MetaPathFinder):
-    """``fusedmlp.x`` is the variant's module x where it has one, else the checkout's."""
+    """``fusedmlp.x`` is the variant's module x where it has one, else the checkout's; ``<variant>.x`` likewise, which
+    is what ``from fusedmlp import x`` asks for."""
 
-    def __init__(self, kernel: str) -> None:
-        self.kernel = kernel
+    def __init__(self, kernel: ModuleType) -> None:
+        self.kernel, self.folder = kernel.__name__, Path(kernel.__path__[0])
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if not fullname.startswith("fusedmlp."):
+        package, _, rest = fullname.partition(".")
+        if package not in ("fusedmlp", self.kernel) or not rest:
             return None
-        rest = fullname.removeprefix("fusedmlp.")
-        if self._has(rest):
-            return ModuleSpec(fullname, _Known(import_module(f"{self.kernel}.{rest}")))
-        file = CHECKOUT.joinpath(*rest.split("."))
-        if (file / "__init__.py").is_file():
-            locations = [str(file)]
-            return importlib.util.spec_from_file_location(
-                fullname, file / "__init__.py", submodule_search_locations=locations
-            )
-        file = file.with_suffix(".py")
-        return importlib.util.spec_from_file_location(fullname, file) if file.is_file() else None
+        if _file_of(self.folder, rest) is not None:
+            return None if package == self.kernel else _alias(fullname, f"{self.kernel}.{rest}")
+        file = _file_of(CHECKOUT, rest)
+        if file is None or package == self.kernel:
+            return None if file is None else _alias(fullname, f"fusedmlp.{rest}")
+        locations = [str(file.parent)] if file.name == "__init__.py" else None
+        return importlib.util.spec_from_file_location(fullname, file, submodule_search_locations=locations)
 
-    def _has(self, rest: str) -> bool:
-        try:
-            return importlib.util.find_spec(f"{self.kernel}.{rest}") is not None
-        except ModuleNotFoundError:  # nor its parent
-            return False
+
+def _alias(name: str, known: str) -> ModuleSpec:
+    return ModuleSpec(name, _Known(import_module(known)))
+
+
+def _file_of(folder: Path, module: str) -> Path | None:
+    base = folder.joinpath(*module.split("."))
+    found = (base / "__init__.py", base.with_name(f"{base.name}.py"), base.with_name(f"{base.name}.abi3.so"))
+    return next((path for path in found if path.is_file()), None)
 
 
 def use_tree_of_environment() -> str:
@@ -75,7 +77,7 @@ def use_tree_of_environment() -> str:
 
     kernel = get_local_kernel(Path(tree).resolve())
     sys.modules["fusedmlp"] = kernel
-    sys.meta_path.insert(0, _Names(kernel.__name__))
+    sys.meta_path.insert(0, _Names(kernel))
     for name, module in BESIDE.items():
         setattr(kernel, name, getattr(import_module(f"fusedmlp.{module}"), name))
     return f"fusedmlp: {kernel.__name__}, {kernel.__file__}"

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ._stand_in import UnknownAttributeError, blank
-from ._stateless import OPTIONS, Reading, read_anew
+from ._stateless import OPTIONS, Reading, read_anew, unread
 
 
 @torch.compiler.assume_constant_result
@@ -22,3 +22,5 @@ def read_described(
         return read_anew(op, blank(cls, described, parameters, known)), None
     except UnknownAttributeError as error:
         return None, error.name
+    except Exception as error:  # a class that cannot be made without its constructor
+        return unread(f"{cls.__name__} cannot be described: {type(error).__name__}: {error}"), None

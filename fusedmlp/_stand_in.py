@@ -19,6 +19,7 @@ from ._eager_form import Step, check_modes, form_of_graph
 from ._modes import all_modes, modes
 
 CONSTANTS = (bool, int, float, str, type(None), torch.dtype, FunctionType, BuiltinFunctionType)
+_FUNCTIONS = (FunctionType, classmethod, staticmethod)
 _MISSING = object()
 
 
@@ -28,6 +29,12 @@ class Absent:
 
 class Mutable:
     """In the place of the value of an attribute that may change while it stays the same object."""
+
+
+class OfClass(NamedTuple):
+    """A method or property that the forward uses: the class's, which no attribute of the instance hides."""
+
+    function: Any
 
 
 class UnknownAttributeError(BaseException):
@@ -154,11 +161,14 @@ class _StandIn:
             return _Child(notes, name)
         if module._parameters.get(name) is not None:
             return notes.tracer.create_proxy("get_attr", name, (), {})
-        of_class = inspect.getattr_static(type(module), name, _MISSING)
-        if isinstance(of_class, (FunctionType, classmethod, staticmethod, property)):
-            return of_class.__get__(self, type(module))
         described = module.__dict__.get("_described")
-        if described is not None and of_class is _MISSING and name not in described and not hasattr(module, name):
+        of_class = inspect.getattr_static(type(module), name, _MISSING)
+        if isinstance(of_class, property) or (isinstance(of_class, _FUNCTIONS) and name not in module.__dict__):
+            if described is not None and not isinstance(of_class, property):
+                raise TypeError(f"it calls self.{name}(), which an instance may have in another form")
+            notes.reads[name] = OfClass(getattr(type(module), name))
+            return of_class.__get__(self, type(module))
+        if described is not None and name not in described:
             raise UnknownAttributeError(name)
         value = getattr(module, name, Absent)
         if value is Absent:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from . import explain, functional
 from ._children import first_reason, has_global_hooks, is_plain_tensor, plain_parts
 from ._eager_form import Step, applied_function, is_child_call, is_input
-from ._stand_in import CONSTANTS, Absent, Mutable, Recorded, record_forward
+from ._stand_in import CONSTANTS, Absent, Mutable, OfClass, Recorded, record_forward
 from .activations import Activation, activation_of_module
 
 # What an activation or a dropout can be told: the form of a GELU, a probability.
@@ -45,6 +45,11 @@ class Reading(NamedTuple):
     watched: tuple[tuple[str, type[nn.Module], Any], ...]
     reads: tuple[tuple[str, Any], ...]
     reason: str
+
+
+def unread(reason: str) -> Reading:
+    """That of a module whose forward could not be read: its class's forward runs for good."""
+    return Reading((), (), "", (), (), reason)
 
 
 class _Match(NamedTuple):
@@ -135,6 +140,8 @@ def _read_while_compiling(op: str, module: nn.Module) -> Reading:
 
 
 def _same(module: nn.Module, name: str, value: object) -> bool:
+    if isinstance(value, OfClass):
+        return name not in module.__dict__ and getattr(type(module), name, None) == value.function
     found = getattr(module, name, Absent)
     return found is value or (type(found) is type(value) and found == value)
 
@@ -144,7 +151,7 @@ def read_anew(op: str, module: nn.Module) -> Reading:
     try:
         recorded = record_forward(module)
     except ValueError as error:
-        return Reading((), (), "", (), (), str(error))
+        return unread(str(error))
     match = _MATCHERS[op](recorded.form, module)
     if match is None:
         reason = f"{type(module).__name__}.forward computes {recorded.form}, not {_FORMS[op]}"

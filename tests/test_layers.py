@@ -120,14 +120,29 @@ class OwnWeight(nn.Linear):
 class Limited(nn.Module):
     """Reads an attribute that says what is computed."""
 
+    limit: float | None = None  # of the class, until an instance sets its own
+
     def __init__(self) -> None:
         super().__init__()
         self.lin = nn.Linear(24, 40)
-        self.limit: float | None = None
 
     def forward(self, input: Tensor) -> Tensor:
         y = F.relu(self.lin(input))
         return y if self.limit is None else y.clamp(max=self.limit)
+
+
+class Helped(nn.Module):
+    """Its forward calls a method, in the place of which an instance may have another function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(24, 40)
+
+    def act(self, x: Tensor) -> Tensor:
+        return F.relu(x)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.act(self.lin(input))
 
 
 class Functional(nn.Module):
@@ -320,6 +335,20 @@ def test_an_attribute_that_the_forward_reads_is_watched(compiled: bool):
         assert fused_op(ours, x) is (limit is None)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_method_may_be_another_on_the_instance(compiled: bool):
+    eager = Helped()
+    ours = lend("LinearAct", copy.deepcopy(eager))
+    x = torch.randn(7, 24)
+    call = torch.compile(ours, backend="aot_eager", fullgraph=True) if compiled else ours
+    torch.testing.assert_close(call(x), eager(x))
+    assert fused_op(ours, x)
+    for act, known in ((F.silu, True), (torch.sin, False)):
+        ours.act = eager.act = act
+        torch.testing.assert_close(call(x), eager(x))
+        assert fused_op(ours, x) is known
+
+
 def test_a_forward_patched_on_the_class_is_seen(monkeypatch: pytest.MonkeyPatch):
     ours = lend("SwiGLUMLP", Gated(nn.SiLU()))
     x = torch.randn(7, 24)
@@ -339,6 +368,24 @@ def test_compiled_code_serves_every_module_that_is_alike():
             ours = lend("GLUMLP" if make is not Functional else "MLP", make())
             torch.testing.assert_close(torch.compile(ours, backend=counter, fullgraph=True)(x), ours(x))
         assert counter.frame_count == before + 1
+
+
+def test_one_graph_may_hold_modules_that_differ():
+    eager = nn.ModuleList(
+        [Gated(nn.SiLU()), Gated(nn.ReLU(), True), Scaled(nn.SiLU()), Gated(nn.GELU()), Gated(nn.SiLU())]
+    )
+    ours = nn.ModuleList([lend("GLUMLP", copy.deepcopy(m)) for m in eager])
+
+    def model(layers: nn.ModuleList, x: Tensor) -> Tensor:
+        for layer in layers:
+            x = x + layer(x)
+        return x
+
+    x = torch.randn(5, 24)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(ours, x), model(eager, x))
+    ours[3].act_fn = eager[3].act_fn = nn.ReLU()
+    torch.testing.assert_close(compiled(ours, x), model(eager, x))
 
 
 def test_reading_runs_nothing_of_the_children():

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 REPO = "org/fusedmlp"
+BACKEND = "cuda" if torch.version.cuda else "cpu"  # that PyTorch is built for, which is what get_kernel goes by
 SIZES = {"hidden_size": 24, "intermediate_size": 40, "num_attention_heads": 2, "num_key_value_heads": 2}
 X = torch.randn(3, 5, 24, generator=torch.Generator().manual_seed(1))
 
@@ -83,7 +84,7 @@ def direct() -> None:
     k = get_kernel(REPO, version=1, trust_remote_code=True)
     assert not torch.cuda.is_initialized() and "triton" not in sys.modules
     assert not [name for name in sys.modules if name.split(".")[0] == "fusedmlp"]
-    assert k.__name__ == f"_fusedmlp_cpu_{k.__name__.rsplit('_', 1)[1]}"
+    assert k.__name__ == f"_fusedmlp_{BACKEND}_{k.__name__.rsplit('_', 1)[1]}"
     assert import_module(f"{k.__name__}._ops").add_op_namespace_prefix("glu_mlp") == f"{k.__name__}::glu_mlp"
     for bias in (False, True):
         mlp = k.layers.FusedGeGLUMLP(24, 40, bias=bias)
@@ -293,7 +294,7 @@ def documented_by_transformers(page: str, folder: str, heading: str) -> None:
     kernel_config.KERNELS_SUPPORTED_DEVICE_TYPES.append("cpu")  # this machine's; a GPU's are in the list
     model = documented(page, folder, heading)["model"].eval()
     forwards = {module.forward.__func__.__module__ for module in model.modules() if isinstance(module, LlamaMLP)}
-    assert len(forwards) == 1 and next(iter(forwards)).startswith("_fusedmlp_cpu_"), forwards
+    assert len(forwards) == 1 and next(iter(forwards)).startswith(f"_fusedmlp_{BACKEND}_"), forwards
     eager = LlamaForCausalLM.from_pretrained("checkpoint").eval()
     assert all("forward" not in module.__dict__ for module in eager.modules() if isinstance(module, LlamaMLP))
     tokens = torch.arange(12).view(2, 6)

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from hub.conftest import Stage
+from hub.conftest import BACKEND, Stage
 from support.native import CAN_COMPILE
 
 from fusedmlp.cli import main
@@ -81,8 +81,8 @@ def test_upload_resume_and_update(stage: Stage, tmp_path: Path):
 
 def test_a_second_version_leaves_the_first(stage: Stage):
     first, second = (stage.hub.files("org/fusedmlp", version) for version in ("v1", "v2"))
-    assert json.loads(first["build/torch-cpu/metadata.json"])["version"] == 1
-    assert json.loads(second["build/torch-cpu/metadata.json"])["version"] == 2
+    path = f"build/torch-{BACKEND}/metadata.json"
+    assert [json.loads(tree[path])["version"] for tree in (first, second)] == [1, 2]
     assert b"version=2" in stage.hub.files("org/fusedmlp", "main")["README.md"]
 
 

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from hub.conftest import BACKEND
 from support.local_hub import Repository
 
 pytestmark = pytest.mark.timeout(300)
@@ -13,12 +14,13 @@ pytestmark = pytest.mark.timeout(300)
 
 def test_get_kernel_and_direct_use(stage, requests_of):
     printed = stage.run("direct")
-    ident = re.search(r"_fusedmlp_cpu_\w+", printed)
+    ident = re.search(rf"_fusedmlp_{BACKEND}_\w+", printed)
     assert ident
     # All that loading asks of the network; nothing else of it is used.
-    files = {f"build/torch-cpu/{name}" for name in stage.source.shipped()} | {"build/torch-cpu/_ops.py"}
+    variant = f"build/torch-{BACKEND}"
+    files = {f"{variant}/{name}" for name in (*stage.source.shipped(), "_ops.py")}
     allowed = {f"{m} /kernels/org/fusedmlp/resolve/COMMIT/{f}" for m in ("GET", "HEAD") for f in files}
-    metadata = [f"{m} /kernels/org/fusedmlp/resolve/COMMIT/build/torch-cpu/metadata.json" for m in ("GET", "HEAD")]
+    metadata = [f"{m} /kernels/org/fusedmlp/resolve/COMMIT/{variant}/metadata.json" for m in ("GET", "HEAD")]
     api = "/api/kernels/org/fusedmlp"
     calls = {f"GET {api}/refs", f"GET {api}/tree/COMMIT/build", f"GET {api}/tree/COMMIT", *metadata}
     calls |= {f"GET {api}/revision/COMMIT", "GET /api/agent-harnesses"}

@@ -14,12 +14,13 @@ SHELL := /bin/bash
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test gpu-test lint format bench sanitize clean
+.PHONY: help demo test gpu-test hub-test lint format bench sanitize clean
 
 help:
 	@echo "make demo      embed sentences with a pretrained model, before and after fusedmlp.patch()"
 	@echo "make test      lint, types and all tests (2 workers; TEST_WORKERS=n for another number)"
 	@echo "make gpu-test  the GPU tests and the suite on this machine's GPU, none skipped; log in GPU_LOG=$(GPU_LOG)"
+	@echo "make hub-test  the core of the GPU tests on a Hub tree, and its speed beside the package's, on this machine's GPU"
 	@echo "make bench     bench/first.py on this machine's GPU (BENCH_ARGS=...)"
 	@echo "make sanitize  every kernel under compute-sanitizer on this machine's GPU (SANITIZE_ARGS=...)"
 	@echo "make lint      ruff and mypy alone"
@@ -51,6 +52,9 @@ format: $(TEST_ENV)
 gpu-test: $(TEST_ENV)
 	mkdir -p $(dir $(GPU_LOG))
 	$(TEST_PYTHON) tools/check.py gpu 2>&1 | tee $(GPU_LOG)
+
+hub-test: $(TEST_ENV)
+	$(TEST_PYTHON) tools/check.py hub
 
 bench: $(TEST_ENV)
 	$(TEST_PYTHON) bench/first.py $(BENCH_ARGS)

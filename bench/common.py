@@ -48,6 +48,7 @@ GRAPHS_UP_TO = 2048  # tokens for which the grid takes graph replays, where laun
 FILE_KEYS = ("bench", "date", "commit", "gpu", "driver", "torch", "triton", "packages", "ceilings", "rows")
 PACKAGES = (
     "fusedmlp",
+    "kernels",
     "numpy",
     "transformers",
     "liger-kernel",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from . import functional
+from . import functional, layers
 from .activations import ACTIVATIONS, Activation, resolve_activation
 from .explain import Explanation, PlanNote, explain_plan
 from .functional import glu_mlp, linear_act, mlp, relu_mlp
@@ -49,6 +49,7 @@ __all__ = [
     "explain_plan",
     "functional",
     "glu_mlp",
+    "layers",
     "linear_act",
     "mlp",
     "patch",

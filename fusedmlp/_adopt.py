@@ -128,7 +128,7 @@ def read_relu_stack(eager: nn.Module) -> dict[str, nn.Linear]:
         order = ", ".join(linears)
         raise ValueError(f"{type(eager).__name__} applies its Linears in another order than it holds them: {order}")
     names = list(linears)
-    for first, second in zip(names, names[1:], strict=False):
+    for first, second in zip(names, names[1:]):
         _chain(eager, first, linears[first].out_features, second, linears[second].in_features)
     return linears
 

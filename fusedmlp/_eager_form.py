@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from ._children import why_wrapped
+from ._modes import all_modes, modes
 from .activations import ACTIVATIONS, Activation, activation_of_module, resolve_activation
 
 _DROPOUT_MODULES = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
@@ -50,8 +51,22 @@ class Step:
 class _ChildTracer(fx.Tracer):
     """Every submodule is one step: what happens inside a child is the child's business."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.modes = modes()
+
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return True
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        check_modes(self.modes)
+        return super().create_node(*args, **kwargs)
+
+
+def check_modes(before: tuple[object, ...]) -> None:
+    """Raises ValueError where the modes are not those any more: the forward that is traced switched one."""
+    if modes() != before:
+        raise ValueError("it switches gradients or autocast")
 
 
 def traced_form(module: nn.Module) -> Step:
@@ -85,7 +100,8 @@ def _traced(module: nn.Module, label: str, training: bool) -> Step:
     before = module.training
     module.training = training
     try:
-        graph = _ChildTracer().trace(module)
+        with all_modes(training):
+            graph = _ChildTracer().trace(module)
     except Exception as error:  # whatever a user's forward raises on a symbolic input
         message = f"cannot read what {label}.forward computes: {type(error).__name__}: {error}"
         raise ValueError(message) from error
@@ -95,6 +111,16 @@ def _traced(module: nn.Module, label: str, training: bool) -> Step:
     if len(inputs) != 1:
         given = ", ".join(inputs) or "nothing"
         raise ValueError(f"{label}.forward takes {given}; only one argument is allowed")
+    return form_of_graph(graph, module)
+
+
+def form_of_graph(graph: fx.Graph, module: nn.Module) -> Step:
+    """The expression that a traced forward of one argument returns.
+
+    Raises:
+        ValueError: it returns nothing, or does something besides.
+    """
+    label = type(module).__name__
     steps: dict[fx.Node, Step] = {}
     for node in graph.nodes:
         if node.op == "output":
@@ -169,15 +195,11 @@ def split_activation(
         if wrapped is not None:
             raise ValueError(f"{wrapped}, which replacing the module would drop")
         found, what = activation_of_module(child), f"{step.target} = {child}"
-    elif step.op == "call_function" and len(step.args) == 1:
-        found, what = _function_activation(step), str(step)
-    elif step.op == "call_method" and len(step.args) == 1 and not step.kwargs:
-        name = _METHOD_ACTIVATIONS.get(str(step.target))
-        if name is None:
-            return None
-        found, what = ACTIVATIONS[name], str(step)
     else:
-        return None
+        applied = applied_function(step)
+        if applied is None:
+            return None
+        found, what = applied[0], str(step)
     if found is None and told is None:
         known = ", ".join(sorted(ACTIVATIONS))
         raise ValueError(f"{label} applies an activation that is not known: {what}; the known ones are: {known}")
@@ -186,11 +208,18 @@ def split_activation(
     return None if told is None else (told, step.args[0])
 
 
-def _function_activation(step: Step) -> Activation | None:
-    kwargs = {k: v for k, v in step.kwargs.items() if k != "inplace"}
-    if step.target is F.gelu and set(kwargs) == {"approximate"}:
-        return {"none": ACTIVATIONS["gelu"], "tanh": ACTIVATIONS["gelu_tanh"]}.get(kwargs["approximate"])
-    return None if kwargs else activation_of_module(step.target)
+def applied_function(step: Step) -> tuple[Activation | None] | None:
+    """The activation (None: one that is not known) of a step that applies a function or a method to one argument and
+    no child; None for another step."""
+    if step.op == "call_function" and len(step.args) == 1:
+        kwargs = {k: v for k, v in step.kwargs.items() if k != "inplace"}
+        if step.target is F.gelu and set(kwargs) == {"approximate"}:
+            return ({"none": ACTIVATIONS["gelu"], "tanh": ACTIVATIONS["gelu_tanh"]}.get(kwargs["approximate"]),)
+        return (None if kwargs else activation_of_module(step.target),)
+    if step.op == "call_method" and len(step.args) == 1 and not step.kwargs:
+        name = _METHOD_ACTIVATIONS.get(str(step.target))
+        return None if name is None else (ACTIVATIONS[name],)
+    return None
 
 
 def _agreed(found: Activation, told: Activation | None, label: str) -> Activation:

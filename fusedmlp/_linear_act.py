@@ -214,17 +214,17 @@ class FusedReLUMLP(CheckedLoad):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        if isinstance(sizes, str | bytes) or not isinstance(sizes, Sequence):
+        if isinstance(sizes, (str, bytes)) or not isinstance(sizes, Sequence):
             raise TypeError(f"sizes must be a sequence of ints, got {type(sizes).__name__}: {sizes!r}")
         widths = [positive_size(f"sizes[{i}]", s) for i, s in enumerate(sizes)]
         if len(widths) < 2:
             raise ValueError(f"sizes must hold at least two widths (input, output), got {list(sizes)}")
         names = [str(2 * i) for i in range(len(widths) - 1)]
         flags = bias_flags(bias, [f"layer {i}" for i in range(len(names))])
-        pairs = zip(widths, widths[1:], flags, strict=False)
+        pairs = zip(widths, widths[1:], flags)
         linears = [nn.Linear(i, o, bias=b, device=device, dtype=dtype) for i, o, b in pairs]
         super().__init__()
-        self._own(dict(zip(names, linears, strict=True)))
+        self._own(dict(zip(names, linears)))
 
     def _own(self, linears: dict[str, nn.Linear]) -> None:
         self.layer_names = tuple(linears)

@@ -42,7 +42,7 @@ def positive_size(name: str, value: object) -> int:
 
 def bias_flags(bias: object, names: Sequence[str]) -> tuple[bool, ...]:
     """One flag per projection in ``names``, from one flag for all or a tuple/list of them."""
-    if isinstance(bias, tuple | list):
+    if isinstance(bias, (tuple, list)):
         if len(bias) != len(names):
             want = ", ".join(names)
             raise ValueError(f"bias must be a bool or {len(names)} of them ({want}), got {len(bias)}: {bias!r}")
@@ -51,7 +51,7 @@ def bias_flags(bias: object, names: Sequence[str]) -> tuple[bool, ...]:
 
 
 def _flag(value: object) -> bool:
-    if value is None or isinstance(value, bool | int):
+    if value is None or isinstance(value, (bool, int)):
         return bool(value)
     raise TypeError(f"bias must be a bool, or a tuple of bools, got {type(value).__name__}: {value!r}")
 
@@ -87,7 +87,7 @@ def config_sizes(config: object) -> tuple[int, int]:
 
 
 def _all_zero(value: object) -> bool:
-    return isinstance(value, list | tuple) and all(v == 0 for v in value)
+    return isinstance(value, (list, tuple)) and all(v == 0 for v in value)
 
 
 def config_activation(config: object) -> Activation:

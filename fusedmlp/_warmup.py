@@ -135,7 +135,7 @@ def _checked(module: object, token_counts: object, dtype: object, training: obje
         raise TypeError(f"module must be an nn.Module, got {type(module).__name__}")
     if isinstance(token_counts, int):
         token_counts = [token_counts]
-    if isinstance(token_counts, str | bytes) or not isinstance(token_counts, Iterable):
+    if isinstance(token_counts, (str, bytes)) or not isinstance(token_counts, Iterable):
         raise TypeError(f"token_counts must be an int or ints, got {type(token_counts).__name__}: {token_counts!r}")
     counts = list(dict.fromkeys(token_counts))
     for count in counts:
@@ -198,7 +198,7 @@ def _tensors(layer: nn.Module) -> list[Tensor]:
 
 def _kind(layer: nn.Module) -> tuple[Any, ...]:
     """All that plans and kernels depend on: the layer's own settings, and how its tensors lie in memory."""
-    options = [(k, v) for k, v in layer.__dict__.items() if not k.startswith("_") and isinstance(v, str | int | tuple)]
+    options = [(k, v) for k, v in layer.__dict__.items() if not k.startswith("_") and isinstance(v, (str, int, tuple))]
     tensors = _tensors(layer)
     places = [(t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16, t.requires_grad) for t in tensors]
     present = [[isinstance(t, Tensor) for t in _parts(m)] for m in layer.modules() if "weight" in m._parameters]

@@ -170,7 +170,7 @@ def _stands_for_more(gy: Tensor) -> bool:
 
 
 def _check_unchanged(biases: Sequence[Tensor | None], versions: Sequence[int | None]) -> None:
-    for bias, version in zip(biases, versions, strict=False):  # no versions where there are no biases
+    for bias, version in zip(biases, versions):  # no versions where there are no biases
         if bias is not None and version is not None and bias._version != version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: a "
@@ -189,7 +189,7 @@ def _traced(
     """Compiled autograd traces this backward: PyTorch's operations, which it can see into."""
     rows, gradient = x.reshape(-1, x.shape[-1]), gy.reshape(-1, gy.shape[-1])
     dx, *rest = OPERATIONS[plan.op].reference_grads(gradient, rows, weights, biases, plan.activation)
-    return tuple(g if need else None for g, need in zip((dx.view(x.shape), *rest), needs, strict=True))
+    return tuple(g if need else None for g, need in zip((dx.view(x.shape), *rest), needs))
 
 
 def _by_pytorch(
@@ -208,6 +208,6 @@ def _by_pytorch(
         inputs = [None if t is None else t.view_as(t) for t in (x, *weights, *biases)]
         n = len(weights)
         y = OPERATIONS[plan.op].reference(inputs[0], inputs[1 : 1 + n], inputs[1 + n :], plan.activation)
-        wanted = [t for t, need in zip(inputs, needs, strict=True) if need and t is not None]
+        wanted = [t for t, need in zip(inputs, needs) if need and t is not None]
         grads = iter(torch.autograd.grad(y, wanted, gy, create_graph=create_graph))
-    return tuple(next(grads) if need and t is not None else None for t, need in zip(inputs, needs, strict=True))
+    return tuple(next(grads) if need and t is not None else None for t, need in zip(inputs, needs))

@@ -44,8 +44,8 @@ def check_call(operation: Any, x: Tensor, weights: Sequence[Tensor], biases: Seq
         TypeError, RuntimeError: as :func:`check_tensors` and the operation's own ``check``.
     """
     weight_names, bias_names = operation.names(len(weights))
-    others = list(zip(weight_names, weights, strict=True))
-    others += [(n, b) for n, b in zip(bias_names, biases, strict=True) if b is not None]
+    others = list(zip(weight_names, weights))
+    others += [(n, b) for n, b in zip(bias_names, biases) if b is not None]
     check_tensors(x, others)
     operation.check(x, weights, biases)
 

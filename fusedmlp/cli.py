@@ -1,4 +1,4 @@
-"""Command line: ``python -m fusedmlp demo``, ``tune``, ``profile``, ``explain`` and ``info``.
+"""Command line: ``python -m fusedmlp demo``, ``tune``, ``profile``, ``explain``, ``hub`` and ``info``.
 
 Nothing heavy is imported before a sub-command runs, so that ``--help`` answers at once.
 """
@@ -17,6 +17,7 @@ PACKAGES = ("torch", "triton", "numpy", "safetensors", "transformers", "gt-all-m
 
 
 def _parser() -> argparse.ArgumentParser:
+    from .hub.command import add_parser as add_hub_parser
     from .profiling.explain_command import add_parser as add_explain_parser
     from .profiling.profile_command import add_parser as add_profile_parser
     from .tune.command import add_parser as add_tune_parser
@@ -44,6 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     add_tune_parser(commands)
     add_profile_parser(commands)
     add_explain_parser(commands)
+    add_hub_parser(commands)
     commands.add_parser("info", help="versions, devices, settings tables, and which path runs on them")
     return parser
 
@@ -133,8 +135,8 @@ def _path_on(device: torch.device) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a sub-command. Returns the exit code: 0; 1 where the demo's numbers are out of bounds, a shape could not be
-    tuned or a guess of ``profile`` was wrong; 2 for a request that cannot be met on this machine; 130 where tuning was
-    stopped."""
+    tuned, a guess of ``profile`` was wrong or a Hub tree has findings; 2 for a request that cannot be met on this
+    machine; 130 where tuning was stopped."""
     args = _parser().parse_args(argv)
     if args.command == "info":
         print("\n".join(_info_lines()))
@@ -151,6 +153,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from .profiling import explain_command
 
         return explain_command.main(args)
+    if args.command == "hub":
+        from .hub import command as hub_command
+
+        return hub_command.main(args)
     from .demo import DemoError, run
 
     try:

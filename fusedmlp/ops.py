@@ -1,4 +1,5 @@
-"""The operations as ``torch.library`` operators, for torch.compile and export: ``torch.ops.fusedmlp.*``.
+"""The operations as ``torch.library`` operators, for torch.compile and export: ``torch.ops.fusedmlp.*``, or the
+namespace of a Hub build (:mod:`fusedmlp._ops`).
 
 Of each operation a forward ``op(x, weights, biases, has_bias, activation, save) -> [y, *kept]`` and a backward
 ``op_backward(gy, x, weights, biases, has_bias, kept, activation, needs) -> gradients asked for``. ``biases`` holds
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from . import plan as plans
 from . import saving
+from ._ops import add_op_namespace_prefix, ops
 from .activations import Activation, resolve_activation
 from .operations import OPERATIONS
 
@@ -51,7 +53,7 @@ def call(
         save = min(save, OPERATIONS[op].keeps(needs))
     else:
         save = saving.INPUT
-    outputs = getattr(torch.ops.fusedmlp, op)(x, list(weights), present, has_bias, activation.name, save)
+    outputs = getattr(ops, op)(x, list(weights), present, has_bias, activation.name, save)
     return outputs[0]  # type: ignore[no-any-return]
 
 
@@ -141,7 +143,7 @@ def _run_backward(
             gy = gy.resolve_neg()
         dx, *rest = OPERATIONS[op].backward(plan, gy, x, weights, all_biases, rows, needs)
         grads = [None if dx is None else dx.view(x.shape), *rest]
-    wanted = [g for g, need in zip(grads, needs, strict=True) if need and g is not None]
+    wanted = [g for g, need in zip(grads, needs) if need and g is not None]
     # Operators must not return tensors that share memory, as the two halves of one weight product do.
     owners: set[int] = set()
     for i, g in enumerate(wanted):
@@ -163,7 +165,7 @@ def _fake_backward(
     needs: Sequence[bool],
 ) -> list[Tensor]:
     operands = (x, *weights, *_spread(biases, has_bias))
-    return [t.new_empty(t.shape) for t, need in zip(operands, needs, strict=True) if t is not None and need]
+    return [t.new_empty(t.shape) for t, need in zip(operands, needs) if t is not None and need]
 
 
 def _setup_context(op: str, ctx: Any, inputs: Any, output: Any) -> None:
@@ -192,7 +194,7 @@ def _autograd_backward(op: str, ctx: Any, grads: Sequence[Tensor | None]) -> tup
     if gy is None:
         return None, [None] * layers, [None] * present, None, None, None
     needs = [needs_x, *needs_weights, *[bool(need) for need in _spread_flags(needs_biases, ctx.has_bias)]]
-    backward = getattr(torch.ops.fusedmlp, f"{op}_backward")
+    backward = getattr(ops, f"{op}_backward")
     found = iter(backward(gy, x, weights, biases, ctx.has_bias, kept, ctx.activation, needs))
     dx = next(found) if needs_x else None
     dweights = [next(found) if need else None for need in needs_weights]
@@ -206,12 +208,11 @@ def _spread_flags(flags: Sequence[bool], has_bias: Sequence[bool]) -> list[bool]
 
 
 def _register(op: str) -> None:
-    forward = torch.library.custom_op(f"fusedmlp::{op}", partial(_run_forward, op), mutates_args=(), schema=_FORWARD)
+    name, back = add_op_namespace_prefix(op), add_op_namespace_prefix(f"{op}_backward")
+    forward = torch.library.custom_op(name, partial(_run_forward, op), mutates_args=(), schema=_FORWARD)
     forward.register_fake(partial(_fake_forward, op))
     forward.register_autograd(partial(_autograd_backward, op), setup_context=partial(_setup_context, op))
-    backward = torch.library.custom_op(
-        f"fusedmlp::{op}_backward", partial(_run_backward, op), mutates_args=(), schema=_BACKWARD
-    )
+    backward = torch.library.custom_op(back, partial(_run_backward, op), mutates_args=(), schema=_BACKWARD)
     backward.register_fake(partial(_fake_backward, op))
 
 

@@ -250,7 +250,7 @@ def _choose_mlp(plan: Plan) -> None:
 def _choose_relu_mlp(plan: Plan) -> None:
     if plan.packed and stack_fits(plan):
         plan.choose("stack", "relu_stack", max(plan.widths[1:]), max(plan.widths))
-    for i, (K, N) in enumerate(zip(plan.widths, plan.widths[1:], strict=False)):
+    for i, (K, N) in enumerate(zip(plan.widths, plan.widths[1:])):
         plan.choose(f"forward.{i}", "linear_act", N, K)
         if i:
             plan.choose(f"backward.{i}", "act_backward", K, N)

@@ -51,7 +51,7 @@ def mlp(
 
 def relu_mlp(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor:
     """A stack of Linear and ReLU, the last layer activated too."""
-    for weight, bias in zip(weights, biases, strict=True):
+    for weight, bias in zip(weights, biases):
         x = linear_act(x, weight, bias, "relu")
     return x
 
@@ -94,9 +94,9 @@ def relu_mlp_grads(
     gy: Tensor, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], act: Activation
 ) -> Grads:
     inputs = [x]
-    for weight, bias in zip(weights, biases, strict=True):
+    for weight, bias in zip(weights, biases):
         inputs.append(linear_act(inputs[-1], weight, bias, act))
-    layers = list(zip(inputs, inputs[1:], weights, biases, strict=False))
+    layers = list(zip(inputs, inputs[1:], weights, biases))
     dweights: list[Tensor] = []
     dbiases: list[Tensor | None] = []
     for below, y, weight, bias in reversed(layers):

@@ -7,6 +7,7 @@ the compiled launcher where C cannot be compiled, or PyTorch is too old for what
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import random
 from collections.abc import Iterator
@@ -15,9 +16,15 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
+from support.hub_tree import use_tree_of_environment
+from support.local_hub import NO_TRANSFORMERS
 from support.native import NEEDS_COMPILER, NEEDS_EXCHANGE
 
 SEED = 20250607
+TESTED = use_tree_of_environment()
+# Beside a PyTorch that was there before, without a network, there may be no `kernels`.
+HAS_KERNELS = importlib.util.find_spec("kernels") is not None
+collect_ignore = [] if HAS_KERNELS else ["hub", "test_layers.py"]
 GPU_FOLDER = Path(__file__).parent / "gpu"
 NO_DEVICE = "no CUDA device"
 
@@ -55,7 +62,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_report_header() -> str:
     device = torch.cuda.get_device_name() if has_gpu() else "none"
     interpreter = os.environ.get("TRITON_INTERPRET", "0")
-    return f"torch {torch.__version__}, CUDA device: {device}, TRITON_INTERPRET={interpreter}"
+    return f"{TESTED}\ntorch {torch.__version__}, CUDA device: {device}, TRITON_INTERPRET={interpreter}"
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -67,6 +74,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         count = sum(reason in str(report.longrepr) for report in skipped)
         if count:
             terminalreporter.section(f"LAUNCHER TESTS SKIPPED: {count} ({reason})", sep="!", red=True, bold=True)
+    if not HAS_KERNELS:
+        said = "HUB TESTS NOT RUN: the package kernels is not installed"
+        terminalreporter.section(said, sep="!", red=True, bold=True)
+    count = sum(NO_TRANSFORMERS in str(report.longrepr) for report in skipped)
+    if count:
+        terminalreporter.section(f"HUB TESTS SKIPPED: {count} ({NO_TRANSFORMERS})", sep="!", red=True, bold=True)
 
 
 @pytest.fixture(autouse=True)

@@ -20,12 +20,15 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from support.native import CAN_COMPILE, NEEDS_COMPILER
 
 import fusedmlp
+from fusedmlp.hub.build import build
+from fusedmlp.hub.source import find_source
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -39,7 +42,7 @@ MAX_LINES = 400
 
 # The line of the package, from top to bottom: a module imports from lower rows only, or from its own.
 LINE = [
-    {"modules", "layers", "_glu", "_linear_act", "_mlp"},
+    {"modules", "layers", "_described", "_glu", "_linear_act", "_mlp", "_stateless"},
     {"functional"},
     {"autograd", "ops"},
     {"steady"},
@@ -196,11 +199,26 @@ def test_wheel_is_built_without_a_compiler_too(tmp_path: Path):
 
 
 def test_wheel_holds_the_package_and_nothing_else(wheel: zipfile.ZipFile):
-    data = [path for end in ("*.json", "*.txt", "*.pyi", "*.html") for path in PACKAGE.rglob(end)]
+    data = [path for end in ("*.json", "*.txt", "*.pyi", "*.html", "*.md", "*.toml") for path in PACKAGE.rglob(end)]
     plugin = ROOT / "fusedmlp_pytest.py"
     expected = {path.relative_to(ROOT).as_posix() for path in [*SOURCES, *data, PACKAGE / "py.typed", plugin]}
     found = {name for name in wheel.namelist() if ".dist-info/" not in name}
     assert found == expected
+
+
+def test_a_wheel_builds_the_same_hub_tree(wheel: zipfile.ZipFile, tmp_path: Path):
+    """But for the commit, which an installed package does not know."""
+    wheel.extractall(tmp_path / "site")
+    installed = find_source(tmp_path / "site" / "fusedmlp")
+    assert (installed.root, installed.commit) == (None, None)
+    trees = {}
+    for source in (installed, replace(find_source(), dirty=False)):
+        folder = tmp_path / str(len(trees))
+        build(folder, source, launcher=False)
+        trees[source] = {p.relative_to(folder): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    ours, theirs = trees.values()
+    assert set(ours) == set(theirs)
+    assert {path.name for path in ours if ours[path] != theirs[path]} == {"metadata.json"}
 
 
 def test_wheel_names_its_requirements(wheel: zipfile.ZipFile):
@@ -211,7 +229,7 @@ def test_wheel_names_its_requirements(wheel: zipfile.ZipFile):
     assert "License-Expression: Apache-2.0" in lines
     assert "Requires-Python: >=3.10" in lines
     extras = {line.split()[1] for line in lines if line.startswith("Provides-Extra:")}
-    assert extras >= {"kernels", "transformers", "demo", "profile", "test", "dev"}
+    assert extras >= {"kernels", "hub", "transformers", "demo", "profile", "test", "dev"}
 
 
 IMPORT_PROBE = """

@@ -3,6 +3,8 @@
     python tools/check.py lint    ruff check, ruff format --check, mypy
     python tools/check.py test    lint, then the tests, then the tests that run in Triton's interpreter
     python tools/check.py gpu     the GPU tests, then the suite on the device; a missing device is an error
+    python tools/check.py hub     the core of the GPU tests on a Hub tree, and its speed beside the package's;
+                                  on the tree that FUSEDMLP_HUB_TREE names, else on one that is built first
 
 Run it with the Python of .venv/test. Where that environment stands on a PyTorch that was there before
 (tools/make_env.py) and a tool could not be installed, the check that needs it is named as not run. Everywhere
@@ -65,7 +67,18 @@ GPU_SUITE = Check(
     (*PYTEST, "xdist"),
     ON_DEVICE,
 )
-MODES = {"lint": LINT, "test": [*LINT, TESTS, INTERPRETED], "gpu": [GPU_TESTS, GPU_ALONE, GPU_SUITE]}
+HUB_TREE = os.environ.get("FUSEDMLP_HUB_TREE") or "build/hub"
+HUB_BUILD = Check("Hub tree", ["fusedmlp", "hub", "build", "--output", HUB_TREE], ("setuptools",))
+HUB_CORE = [f"tests/gpu/test_{name}.py" for name in ("suite", "launch_counts", "compile_gpu", "graphs", "layers_gpu")]
+HUB_TESTS = Check(
+    "GPU tests on the Hub tree",
+    ["pytest", "-m", "gpu", *HUB_CORE, *GPU_WORKERS],
+    (*PYTEST, "xdist", "kernels"),
+    ON_DEVICE | {"FUSEDMLP_HUB_TREE": HUB_TREE},
+)
+HUB_SPEED = Check("speed of the Hub tree", ["bench.hub", HUB_TREE], ("kernels",))
+HUB = [*([] if os.environ.get("FUSEDMLP_HUB_TREE") else [HUB_BUILD]), HUB_TESTS, HUB_SPEED]
+MODES = {"lint": LINT, "test": [*LINT, TESTS, INTERPRETED], "gpu": [GPU_TESTS, GPU_ALONE, GPU_SUITE], "hub": HUB}
 
 
 def version_numbers(text: str) -> tuple[int, ...]:

@@ -115,7 +115,7 @@ def scratch(device: torch.device, *shapes: tuple[int, int]) -> list[Tensor]:
     """fp32 buffers for partial sums, out of one allocation."""
     sizes = [a * b for a, b in shapes]
     flat = torch.empty(sum(sizes), dtype=torch.float32, device=device)
-    return [part.view(shape) for part, shape in zip(flat.split(sizes), shapes, strict=True)]
+    return [part.view(shape) for part, shape in zip(flat.split(sizes), shapes)]
 
 
 def launch_options(settings: Settings, cooperative: bool = False) -> dict[str, Any]:

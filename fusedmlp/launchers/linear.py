@@ -130,7 +130,7 @@ def relu_layers(
     settings = plan.settings.get("stack")
     if settings is None:
         outputs = []
-        for i, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
+        for i, (weight, bias) in enumerate(zip(weights, biases)):
             x, _ = linear_act(plan, f"forward.{i}", x, weight, bias, act, save_pre=False)
             outputs.append(x)
         return outputs
@@ -141,7 +141,7 @@ def relu_layers(
         launch = plan.launches["stack"] = _stack_launch(plan, settings, biases)
     outputs = [x.new_empty(plan.M, width) for width in plan.widths[1:]]
     operands: list[Tensor | None] = []
-    for layer in zip(weights, biases, outputs, strict=True):
+    for layer in zip(weights, biases, outputs):
         operands += layer
     absent = 4 - len(outputs)
     numbers = (plan.M, *plan.widths, *[0] * absent, row_stride(x))

@@ -32,7 +32,7 @@ def check(x: Tensor, weights: Sequence[Tensor], biases: Biases) -> None:
     check_weight("up_weight", up, H, D)
     check_weight("down_weight", down, None, H)
     check_input(x, D, "gate_weight", gate)
-    for name, bias, width in zip(("gate_bias", "up_bias", "down_bias"), biases, (H, H, down.shape[0]), strict=True):
+    for name, bias, width in zip(("gate_bias", "up_bias", "down_bias"), biases, (H, H, down.shape[0])):
         check_bias(name, bias, width)
 
 

@@ -26,7 +26,7 @@ def names(layers: int) -> tuple[list[str], list[str]]:
 
 def check(x: Tensor, weights: Sequence[Tensor], biases: Biases) -> None:
     width = None
-    for i, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
+    for i, (weight, bias) in enumerate(zip(weights, biases)):
         check_weight(f"weights[{i}]", weight, None, width)
         width = weight.shape[0]
         check_bias(f"biases[{i}]", bias, width)

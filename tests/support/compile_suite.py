@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedmlp
 import fusedmlp.ops
-from fusedmlp import saving
+from fusedmlp import _ops, saving
 from fusedmlp.activations import resolve_activation
 
 from .autograd_suite import leaves_of, requiring
@@ -22,6 +22,7 @@ from .fault_suite import SMALL, activation_of
 from .operations import OPERATIONS, WAYS, Tensors
 
 ops = pytest.mark.parametrize("op", list(OPERATIONS))
+NAMESPACE = _ops.add_op_namespace_prefix("")
 TOKENS = (7, 8, 64, 65, 1000, 1, 2, 0, 1000)
 
 MODULES: dict[str, Callable[[], nn.Module]] = {
@@ -79,13 +80,13 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func._schema.name
-        if name.startswith("fusedmlp::"):
+        if name.startswith(NAMESPACE):
             self.calls.setdefault(name, []).append(args)
         return func(*args, **(kwargs or {}))
 
 
 def registered() -> set[str]:
-    return {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("fusedmlp::")}
+    return {name for name in torch._C._dispatch_get_all_op_names() if name.startswith(NAMESPACE)}
 
 
 def recorded_calls(device: torch.device) -> dict[str, list[tuple[Any, ...]]]:
@@ -225,7 +226,7 @@ class CompileSuite:
         assert registered() == set(calls), "operators without a sample call, or calls of unregistered ones"
         assert len(calls) >= 2 * len(OPERATIONS)
         for name, arguments in calls.items():
-            operator = getattr(torch.ops.fusedmlp, name.removeprefix("fusedmlp::")).default
+            operator = getattr(_ops.ops, name.removeprefix(NAMESPACE)).default
             differentiable = not name.endswith("_backward")
             for args in arguments:
                 for grad in (False, True) if differentiable else (False,):

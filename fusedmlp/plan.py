@@ -110,14 +110,9 @@ def find(
         TypeError, RuntimeError: what was passed in does not fit together, see :mod:`fusedmlp.checks`.
     """
     precision = fp32_precision() if x.dtype is torch.float32 else ""
-    # Flat: of n weights, then n biases, each five entries or None.
-    parts: list[Any] = [op, activation.name, len(weights), precision, settings.overridden()]
-    for t in (x, *weights, *biases):
-        if t is None:
-            parts.append(None)
-        else:
-            parts += (t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16)
-    key = tuple(parts)
+    operands = (x, *weights, *biases)
+    looks = [None if t is None else (t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16) for t in operands]
+    key = (op, activation.name, len(weights), precision, settings.overridden(), *looks)
     plan = _plans.get(key)
     if plan is None:
         check_call(OPERATIONS[op], x, weights, biases)

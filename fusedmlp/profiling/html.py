@@ -40,8 +40,8 @@ def write_html(path: str | Path, reports: Sequence[TraceReport], page: Page | No
         "guesses": list(page.guesses),
         "variants": [_variant(name, report) for name, report in zip(names, reports, strict=True)],
     }
-    # "</script>" in a name would end the element that holds the data.
-    text = json.dumps(content).replace("</", "<\\/")
+    # "</script>" in a name would end the element that holds the data, "<!--<script>" would hide its end.
+    text = json.dumps(content).replace("<", "\\u003c")
     template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     path = Path(path)
     path.write_text(template.replace("__DATA__", text), encoding="utf-8")

@@ -1,0 +1,89 @@
+"""Traces of odd form: huge numbers, names of any character, older profilers, several devices."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fusedmlp import cli
+from fusedmlp.profiling.html import write_html
+from fusedmlp.profiling.trace.load import load
+from fusedmlp.profiling.trace.stats import analyse
+from fusedmlp.profiling.trace.stream import TraceError
+from fusedmlp.profiling.trace_report import TraceReport
+
+ROOT = Path(__file__).resolve().parents[1]
+TRACE = ROOT / "tests" / "traces" / "h200-geglu-eager-step.json.gz"
+
+
+def event(name: str = "k", cat: str = "kernel", ts: float = 1.0, dur: float = 2.0, **args: Any) -> dict[str, Any]:
+    return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "pid": 0, "tid": 7, "args": args}
+
+
+def written(tmp_path: Path, *events: dict[str, Any]) -> Path:
+    path = tmp_path / "t.json"
+    path.write_text(json.dumps({"traceEvents": events}))
+    return path
+
+
+@pytest.mark.parametrize("where", ["head", "event"])
+def test_an_integer_of_thousands_of_digits_is_refused(where: str, tmp_path: Path) -> None:
+    number, path = "9" * 5000, tmp_path / "t.json"
+    head, args = (f'"x": {number},', "{}") if where == "head" else ("", f'{{"bytes": {number}}}')
+    path.write_text(f'{{{head} "traceEvents": [{{"ph": "X", "cat": "kernel", "name": "k", "ts": 1, "args": {args}}}]}}')
+    with pytest.raises(TraceError, match="not a trace"):
+        load(path)
+
+
+def test_dimensions_that_no_tensor_has_are_refused(tmp_path: Path) -> None:
+    size = [[10**200, 10**200]] * 2
+    path = written(tmp_path, event("aten::mm", "cpu_op", **{"Input Dims": size, "Input type": ["float"] * 2}))
+    assert cli.main(["explain", str(path)]) == 2
+
+
+def test_a_name_that_is_too_long_for_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["explain", "a" * 300]) == 2
+    assert "File name too long" in capsys.readouterr().err
+
+
+def test_durations_below_zero_count_as_none(tmp_path: Path) -> None:
+    stats = analyse(load(written(tmp_path, event(ts=1, dur=-5), event(ts=3, dur=2))))
+    assert (stats.kernel_us, stats.busy_us, stats.idle_us) == (2, 2, 2)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_names_of_any_character_are_printed(encoding: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONIOENCODING", encoding)
+    path = written(tmp_path, event("kern\ud800el é"))
+    done = subprocess.run(
+        [sys.executable, "-m", "fusedmlp", "explain", str(path)], capture_output=True, timeout=250, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+    assert b"kern\\ud800el" in done.stdout
+
+
+def test_a_reader_that_stops_early_is_no_error(tmp_path: Path) -> None:
+    command = f"set -o pipefail; '{sys.executable}' -m fusedmlp explain '{TRACE}' | true"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=250, cwd=ROOT)
+    assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
+
+
+def test_a_name_cannot_leave_its_place_in_the_page(tmp_path: Path) -> None:
+    name = "<!--<script>k</script><b>"
+    page = write_html(tmp_path / "t.html", [TraceReport(load(written(tmp_path, event(name))))], title=name).read_text()
+    (data,) = re.findall(r'<script id="data" type="application/json">(.*?)</script>', page, re.DOTALL)
+    assert "<" not in data
+    assert json.loads(data)["variants"][0]["kernels"][0]["name"] == name
+
+
+def test_older_profiles_write_steps_as_operations(tmp_path: Path) -> None:
+    step = event("ProfilerStep#3", "Operator", ts=0, dur=20)
+    call = event("cudaLaunchKernel", "Runtime", ts=1, dur=2, correlation=5)
+    trace = load(written(tmp_path, step, call, event(cat="Kernel", ts=5, correlation=5)))
+    assert [s.name for s in trace.steps] == ["ProfilerStep#3"] and [w.step for w in trace.work] == [0]

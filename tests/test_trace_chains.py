@@ -184,3 +184,78 @@ def test_equal_chains_are_grouped_and_told_once(tmp_path: Path) -> None:
     (group,) = grouped(chains_of(t, tmp_path))
     assert (group.count, group.saved) == (4, 12)
     assert "4 x forward [8192, 768 -> 3072 -> 768]: FusedGeGLUMLP makes 5 launches 2; 12 launches less" in str(group)
+
+
+def activation(t: TraceBuilder, m: int, n: int, name: str = "aten::relu", kernel: str = RELU) -> None:
+    with t.op(name, [m, n]):
+        t.launch(kernel)
+
+
+def test_products_that_do_not_read_what_is_activated_are_no_part_of_a_chain(tmp_path: Path) -> None:
+    t = TraceBuilder()
+    linear(t, 16, 32, 128), activation(t, 16, 128)
+    linear(t, 16, 64, 32)  # of another tensor: K is not 128
+    assert summary(chains_of(t, tmp_path)) == [("FusedLinearReLU", "forward", 2, 1)]
+
+
+def test_branches_are_no_stack(tmp_path: Path) -> None:
+    t = TraceBuilder()
+    for k, n in ((32, 128), (128, 64), (32, 16), (48, 16)):
+        linear(t, 16, k, n), activation(t, 16, n)
+    found = summary(chains_of(t, tmp_path))
+    assert found == [("FusedReLUMLP", "forward", 4, 1), *[("FusedLinearReLU", "forward", 2, 1)] * 2]
+
+
+@pytest.mark.parametrize("last", [128, 64])
+def test_gate_and_up_read_one_tensor(last: int, tmp_path: Path) -> None:
+    """fc1, activation, fc2 of one width and a multiplication are no gated layer: the inputs differ in width."""
+    t = TraceBuilder()
+    linear(t, 16, 32, 128), activation(t, 16, 128, "aten::gelu", GELU)
+    linear(t, 16, 128, 128)
+    with t.op("aten::mul", [16, 128], [16, 128]):
+        t.launch(MUL)
+    linear(t, 16, last, 32)
+    assert summary(chains_of(t, tmp_path)) == [("FusedMLP(activation='gelu')", "forward", 3, 2)]
+
+
+def test_a_gated_layer_whose_product_goes_elsewhere(tmp_path: Path) -> None:
+    t = TraceBuilder()
+    linear(t, 16, 32, 128), activation(t, 16, 128, "aten::gelu", GELU)
+    linear(t, 16, 32, 128)
+    with t.op("aten::mul", [16, 128], [16, 128]):
+        t.launch(MUL)
+    linear(t, 16, 64, 32)
+    assert summary(chains_of(t, tmp_path)) == [("FusedGeGLUMLP", "forward", 4, 1)]
+
+
+def test_a_scale_is_no_gate(tmp_path: Path) -> None:
+    t = TraceBuilder()
+    linear(t, 16, 128, 128), linear(t, 16, 128, 128), activation(t, 16, 128, "aten::gelu", GELU)
+    with t.op("aten::mul", [16, 128], []):
+        t.launch(MUL)
+    assert summary(chains_of(t, tmp_path)) == [("FusedLinearAct(activation='gelu')", "forward", 2, 1)]
+
+
+def test_a_sigmoid_gate_is_no_silu(tmp_path: Path) -> None:
+    t = TraceBuilder()
+    linear(t, 16, 32, 128), linear(t, 16, 32, 128)
+    activation(t, 16, 128, "aten::sigmoid", elementwise("at::native::sigmoid_kernel_cuda(x)::{lambda()#1}"))
+    with t.op("aten::mul", [16, 128], [16, 128]):
+        t.launch(MUL)
+    linear(t, 16, 128, 32)
+    assert summary(chains_of(t, tmp_path)) == [("FusedGLUMLP(activation='sigmoid')", "forward", 5, 2)]
+
+
+def test_streams_and_devices_have_chains_of_their_own(tmp_path: Path) -> None:
+    t = TraceBuilder()
+    for m, k, n in ((16, 32, 128), (16, 128, 32)):
+        for stream in (7, 20):
+            with t.op("aten::mm", [m, k], [k, n]):
+                t.launch(GEMM, stream=stream)
+        for stream in (7, 20) if n == 128 else ():
+            with t.op("aten::relu", [m, n]):
+                t.launch(RELU, stream=stream)
+    for event in t.events:
+        if event["args"].get("stream") == 20:
+            event["args"]["device"] = 1
+    assert summary(chains_of(t, tmp_path)) == [("FusedMLP(activation='relu')", "forward", 3, 2)] * 2

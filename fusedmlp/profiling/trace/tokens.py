@@ -42,9 +42,7 @@ class Token:
 def tokens(work: Sequence[Work]) -> list[Token]:
     """Tokens of the kernels of one step, in the order in which they were launched. Casts, copies, fills and the
     reductions of split products are part of no pattern and stand in no one's way: they are left out."""
-    ordered = sorted(
-        (w for w in work if w.kind == "kernel"), key=lambda w: (w.call.start if w.call else w.start, w.start)
-    )
+    ordered = sorted((w for w in work if w.kind == "kernel"), key=launched)
     found: list[Token] = []
     for w in ordered:
         name = decode(w.name)
@@ -52,6 +50,11 @@ def tokens(work: Sequence[Work]) -> list[Token]:
             continue
         found.append(_token(w, name))
     return _composites(found)
+
+
+def launched(work: Work) -> tuple[float, float]:
+    """A key of the order of launch."""
+    return (work.call.start if work.call else work.start, work.start)
 
 
 def _token(work: Work, name: KernelName) -> Token:
@@ -85,7 +88,15 @@ def _char(name: KernelName, op: Op | None, backward: bool) -> tuple[str, str]:
     # Without an operation, as in a graph, a clamp is taken for ReLU.
     if "clamp" in operations and op is None:
         return RELU, "relu"
-    return (MUL if "mul" in operations else ADD if "add" in operations else OTHER), ""
+    if "mul" in operations:
+        return (MUL if _of_equals(op) else OTHER), ""
+    return (ADD if "add" in operations else OTHER), ""
+
+
+def _of_equals(op: Op | None) -> bool:
+    """Whether a multiplication is one of two tensors of a size: by a number, or a row, it is a scale."""
+    sizes = [prod(s) for s in op.shapes] if op is not None else []
+    return not sizes or sizes.count(max(sizes)) > 1
 
 
 def _inductor_char(operations: set[str], forward: bool) -> tuple[str, str]:
@@ -153,6 +164,10 @@ def _composites(row: list[Token]) -> list[Token]:
         while run < len(row) and _in_one_run(row[i], row[run]):
             run += 1
         taken = _gradient_of(row[i:run]) if row[i].backward else _written_out(row[i:run])
+        # sigmoid(gate) * up behind two products alike is a gate, and no SiLU of the second product.
+        gated = [t.dims for t in found[-2:] if t.char == GEMM and t.dims]
+        if taken is not None and taken[2] == "silu" and run - i == 2 and len(gated) == 2 and gated[0] == gated[1]:
+            taken = None
         if taken is None:
             found.append(row[i])
             i += 1

@@ -259,3 +259,11 @@ def test_streams_and_devices_have_chains_of_their_own(tmp_path: Path) -> None:
         if event["args"].get("stream") == 20:
             event["args"]["device"] = 1
     assert summary(chains_of(t, tmp_path)) == [("FusedMLP(activation='relu')", "forward", 3, 2)] * 2
+
+
+@pytest.mark.parametrize("rows, layers, then", [(128, 4, 1), (128, 5, 5), (8192, 3, 3), (256, 2, 2)])
+def test_a_stack_is_one_launch_where_the_plan_says_so(rows: int, layers: int, then: int, tmp_path: Path) -> None:
+    t = TraceBuilder()
+    for _ in range(layers):
+        linear(t, rows, 1024, 1024), activation(t, rows, 1024)
+    assert summary(chains_of(t, tmp_path)) == [("FusedReLUMLP", "forward", 2 * layers, then)]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.trace_builder import GEMM, SPLIT, TraceBuilder
 
 from fusedmlp import cli
 from fusedmlp.profiling.html import write_html
@@ -17,6 +18,7 @@ from fusedmlp.profiling.trace.load import load
 from fusedmlp.profiling.trace.stats import analyse
 from fusedmlp.profiling.trace.stream import TraceError
 from fusedmlp.profiling.trace_report import TraceReport
+from fusedmlp.profiling.verdict import products
 
 ROOT = Path(__file__).resolve().parents[1]
 TRACE = ROOT / "tests" / "traces" / "h200-geglu-eager-step.json.gz"
@@ -87,3 +89,43 @@ def test_older_profiles_write_steps_as_operations(tmp_path: Path) -> None:
     call = event("cudaLaunchKernel", "Runtime", ts=1, dur=2, correlation=5)
     trace = load(written(tmp_path, step, call, event(cat="Kernel", ts=5, correlation=5)))
     assert [s.name for s in trace.steps] == ["ProfilerStep#3"] and [w.step for w in trace.work] == [0]
+
+
+def test_every_product_counts_once(tmp_path: Path) -> None:
+    """Products that are split along K have it in their names, and what runs beside a product computes nothing."""
+    t = TraceBuilder()
+    split = "nvjet_sm90_tst_64x8_64x16_4x1_v_bz_splitK_TNT"
+    reduction = "void cutlass::Kernel<cutlass::reduction::kernel::ReduceSplitK<cutlass::MatrixShape<4, 128>>>(x)"
+    for kernels in ((split, SPLIT), (GEMM, reduction), (GEMM, "void cublasLt::epilogue::impl::globalKernel<8>(int)")):
+        with t.op("aten::mm", [16, 32], [32, 128]):
+            for kernel in kernels:
+                t.launch(kernel)
+    found = products(load(t.write(tmp_path / "t.json")).work)
+    assert [p.name for p in found] == [split, GEMM, GEMM]
+    assert {(p.M, p.N, p.K, p.flop, p.bytes) for p in found} == {(16, 128, 32, 2 * 16 * 128 * 32, 2 * 6656)}
+
+
+@pytest.mark.parametrize("shapes", [([4, 16, 32], [4, 32, 128]), ([4, 16, 128], [4, 16, 32], [4, 32, 128])])
+def test_each_matrix_of_a_batch_is_read(shapes: tuple[list[int], ...], tmp_path: Path) -> None:
+    t = TraceBuilder()
+    with t.op("aten::bmm" if len(shapes) == 2 else "aten::baddbmm", *shapes):
+        t.launch(GEMM)
+    (found,) = products(load(t.write(tmp_path / "t.json")).work)
+    assert (found.M, found.N, found.K, found.flop) == (64, 128, 32, 2 * 64 * 128 * 32)
+    assert found.bytes == 2 * 4 * (16 * 32 + 32 * 128 + 16 * 128)
+
+
+def test_devices_wait_for_the_host_each_in_its_own_time(tmp_path: Path) -> None:
+    """The second device is idle before its first work of the step, which is none of the step's idle time."""
+    calls, kernels = [], []
+    for i, (device, called, start, dur) in enumerate(
+        ((1, 10, 15, 30), (0, 20, 25, 10), (1, 80, 90, 5), (0, 95, 98, 2))
+    ):
+        calls.append(event("cudaLaunchKernel", "cuda_runtime", called, 2, correlation=i + 1))
+        kernels.append(event(ts=start, dur=dur, device=device, stream=7, correlation=i + 1))
+    steps = [
+        event(f"ProfilerStep#{i}", "user_annotation", start, 18 if i == 1 else 80) for i, start in ((1, 1), (2, 20))
+    ]
+    (_, step) = analyse(load(written(tmp_path, *steps, *calls, *kernels))).steps
+    assert (step.kernels, step.busy_us, step.idle_us) == (3, 17, 63)
+    assert step.waiting_us == 63

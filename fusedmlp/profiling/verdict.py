@@ -6,9 +6,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from .names import decode
+from .names.gemm import BESIDE
 from .trace.model import Work
 from .trace.stats import StepStats
-from .trace.tokens import _compute_op, _itemsize, product_dims
+from .trace.tokens import _compute_op, _itemsize, batch, product_dims
 
 LAUNCH_BOUND = 0.25  # of a step's device time spent waiting for the host
 _TRAFFIC = {"elementwise", "copy", "fill", "reduction", "norm", "softmax", "index", "optimizer", "random", "loss"}
@@ -16,8 +17,8 @@ _TRAFFIC = {"elementwise", "copy", "fill", "reduction", "norm", "softmax", "inde
 
 @dataclass(frozen=True)
 class Product:
-    """One matrix product. M, N, K: its sizes. us: device time. flop, bytes: what it has to compute and to move at
-    least (each operand once)."""
+    """One matrix product, or a batch of them. M, N, K: its sizes, the rows of a batch in M. us: device time. flop,
+    bytes: what it has to compute and to move at least (each operand once). batch: matrices of the second operand."""
 
     name: str
     M: int
@@ -25,6 +26,7 @@ class Product:
     K: int
     itemsize: int
     us: float
+    batch: int = 1
 
     @property
     def flop(self) -> int:
@@ -32,7 +34,7 @@ class Product:
 
     @property
     def bytes(self) -> int:
-        return self.itemsize * (self.M * self.K + self.N * self.K + self.M * self.N)
+        return self.itemsize * (self.M * self.K + self.batch * self.N * self.K + self.M * self.N)
 
     @property
     def tflop_s(self) -> float:
@@ -58,12 +60,13 @@ def products(work: Iterable[Work]) -> list[Product]:
     """The products among some kernels whose sizes the profile recorded, one for each launch."""
     found = []
     for w in work:
-        if w.kind != "kernel" or decode(w.name).family != "gemm":
+        name = decode(w.name)
+        if w.kind != "kernel" or name.family != "gemm" or name.details.get("role") in BESIDE:
             continue
         op = _compute_op(w.op)
         dims, size = product_dims(op), _itemsize(op)
-        if dims and size and "splitK" not in w.name:
-            found.append(Product(w.name, *dims, size, w.duration))
+        if dims and size:
+            found.append(Product(w.name, *dims, size, w.duration, batch(op)))
     return found
 
 

@@ -155,7 +155,7 @@ def _launches(pattern: _Pattern, taken: Sequence[Token]) -> int:
     products = sum(t.char == GEMM for t in taken)
     if pattern.direction == "forward":
         if pattern.kind == "relu_stack":
-            return 1
+            return 1 if _in_one_launch([t.dims for t in taken if t.char == GEMM and t.dims]) else products
         ends_in_product = taken[-1].char == GEMM
         return 2 if pattern.kind in ("glu", "mlp") and ends_in_product else 1
     if pattern.kind == "glu":  # the hidden gradient, dWdown, dX, dWgate and dWup in one: less where some are not wanted
@@ -163,6 +163,14 @@ def _launches(pattern: _Pattern, taken: Sequence[Token]) -> int:
     if pattern.kind == "mlp":
         return products
     return products + 1  # the mask of the last layer is a launch of its own
+
+
+def _in_one_launch(dims: Sequence[tuple[int, int, int]]) -> bool:
+    """As plan.stack_fits(), of a device as large as an H100 or H200."""
+    if not dims:
+        return True
+    tiles = -(-dims[0][0] // 32) * max(-(-n // 32) for _, n, _ in dims)
+    return len(dims) <= 4 and dims[0][0] <= 256 and tiles <= 132
 
 
 def _layer(kind: str, activation: str) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from ..names import KernelName, decode
+from ..names.gemm import BESIDE
 from ..names.inductor import VIEWS
 from .model import Op, Work
 
@@ -40,13 +41,13 @@ class Token:
 
 
 def tokens(work: Sequence[Work]) -> list[Token]:
-    """Tokens of the kernels of one step, in the order in which they were launched. Casts, copies, fills and the
-    reductions of split products are part of no pattern and stand in no one's way: they are left out."""
+    """Tokens of the kernels of one step, in the order in which they were launched. Casts, copies, fills and what
+    cuBLAS launches beside a product are part of no pattern and stand in no one's way: they are left out."""
     ordered = sorted((w for w in work if w.kind == "kernel"), key=launched)
     found: list[Token] = []
     for w in ordered:
         name = decode(w.name)
-        if name.family in ("copy", "fill") or name.details.get("role", "").startswith("splitK"):
+        if name.family in ("copy", "fill") or name.details.get("role") in BESIDE:
             continue
         found.append(_token(w, name))
     return _composites(found)
@@ -131,18 +132,28 @@ def _in_backward(op: Op | None) -> bool:
 
 
 def product_dims(op: Op | None) -> tuple[int, int, int] | None:
-    """(M, N, K) of a product from the shapes of its operation; None where they are not recorded."""
-    if op is None or op.name not in PRODUCTS:
+    """(M, N, K) of a product from the shapes of its operation, those of a batch in M; None where not recorded."""
+    operands = _operands(op)
+    if op is None or operands is None:
         return None
-    shapes = [s for s in op.shapes if len(s) >= 2]
-    if op.name == "aten::addmm" and len(op.shapes) >= 3:
-        shapes = [s for s in op.shapes[1:3] if len(s) == 2]
-    if len(shapes) < 2:
-        return None
-    a, b = shapes[0], shapes[1]
+    a, b = operands
     if op.name == "aten::linear":
         return prod(a[:-1]), b[0], a[-1]
     return prod(a[:-1]), b[-1], a[-1]
+
+
+def batch(op: Op | None) -> int:
+    """Matrices that the second operand of a product has."""
+    operands = _operands(op)
+    return prod(operands[1][:-2]) if operands else 1
+
+
+def _operands(op: Op | None) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    if op is None or op.name not in PRODUCTS:
+        return None
+    shapes = op.shapes[1:3] if op.name in ("aten::addmm", "aten::baddbmm") else op.shapes
+    shapes = tuple(s for s in shapes if len(s) >= 2)
+    return (shapes[0], shapes[1]) if len(shapes) >= 2 else None
 
 
 _SIZES = {"c10::BFloat16": 2, "c10::Half": 2, "float": 4, "double": 8}

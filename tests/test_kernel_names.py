@@ -170,3 +170,22 @@ def test_every_kernel_that_we_launch_has_its_words() -> None:
     for name in KERNELS:
         found = decode(name)
         assert found.library == "fusedmlp" and found.details["layer"] in found.text
+
+
+@pytest.mark.parametrize("form", ["BinaryFunctor", "AUnaryFunctor"])
+def test_what_a_functor_computes_in_is_no_type_of_its_tensors(form: str) -> None:
+    functor = f"at::native::{form}<c10::BFloat16, c10::BFloat16, c10::BFloat16, at::native::binary_internal::"
+    name = f"void at::native::vectorized_elementwise_kernel<8, {functor}MulFunctor<float> >, std::array<char*, 3ul> >(int)"
+    assert decode(name).text == "mul of bfloat16 (PyTorch)"
+    assert decode(name).details["dtypes"] == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    "part, text", [("Wgrad", "convolution's weight gradient"), ("Dgrad", "convolution's input gradient")]
+)
+def test_a_convolution_with_transforms_and_layouts_is_no_layout_change(part: str, text: str) -> None:
+    name = (
+        f"_ZN17cutlass__5x_cudnn6KernelINS_4conv6kernel23ImplicitGemmConvolutionINS4_52Conv2d{part}OutputGradient"
+        "TileAccessIteratorOptimizedINS_9transform29PitchLinearWarpRakedThreadMapINS_6layout40ColumnMajorEEEvNT_6ParamsE"
+    )
+    assert (decode(name).text, decode(name).family) == (f"{text} (cuDNN)", "convolution")

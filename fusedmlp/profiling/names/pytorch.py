@@ -121,7 +121,8 @@ def decode_pytorch(name: str) -> KernelName | None:
 def _elementwise(match: re.Match[str], name: str) -> KernelName:
     args = match["args"].split(">(", 1)[0]
     operation = _functor(args)
-    types = dtypes_in(args)
+    # MulFunctor<float> of a BinaryFunctor<c10::BFloat16, ...> computes in float32, of tensors in bfloat16.
+    types = dtypes_in(re.sub(r"(binary_internal::\w+)<[\w:]+>", r"\1", args))
     details = {"functor": operation, "loop": match["loop"].removesuffix("_kernel")}
     if types:
         details["dtypes"] = ", ".join(types)

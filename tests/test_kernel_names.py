@@ -174,8 +174,8 @@ def test_every_kernel_that_we_launch_has_its_words() -> None:
 
 @pytest.mark.parametrize("form", ["BinaryFunctor", "AUnaryFunctor"])
 def test_what_a_functor_computes_in_is_no_type_of_its_tensors(form: str) -> None:
-    functor = f"at::native::{form}<c10::BFloat16, c10::BFloat16, c10::BFloat16, at::native::binary_internal::"
-    name = f"void at::native::vectorized_elementwise_kernel<8, {functor}MulFunctor<float> >, std::array<char*, 3ul> >(int)"
+    functor = "at::native::binary_internal::MulFunctor<float>"
+    name = built.elementwise(f"at::native::{form}<c10::BFloat16, c10::BFloat16, c10::BFloat16, {functor} >")
     assert decode(name).text == "mul of bfloat16 (PyTorch)"
     assert decode(name).details["dtypes"] == "bfloat16"
 

@@ -101,6 +101,35 @@ def test_outputs_of_any_structure_take_part_in_a_step() -> None:
     assert found.saved_step == 0
 
 
+def test_gradients_of_whatever_a_step_reaches_start_as_none() -> None:
+    """Of a module that a function closes over, of inputs within a dictionary, and those that were there before."""
+    layer, x = nn.Linear(4, 4), torch.randn(2, 4, requires_grad=True)
+    for call, argument in ((layer, x), (lambda t: layer(t), x), (lambda d: layer(d["x"]), {"x": x})):
+        for leaf in (x, *layer.parameters()):
+            leaf.grad = torch.ones_like(leaf)
+        found = compare_launches(call, layer.forward if argument is x else call, argument, backward=True, warmup=0)
+        # The forward, three gradients, and the output's ones, which the first step makes.
+        assert found.eager_step is not None and found.eager_step.kernels == 5, found.eager_step
+        assert found.saved_step == 0
+        assert all(leaf.grad is None for leaf in (x, *layer.parameters()))
+
+
+def test_a_step_ends_at_its_inputs() -> None:
+    above = torch.randn(2, 4, requires_grad=True)
+    x = above.exp()
+    assert compare_launches(nn.Linear(4, 4), nn.Linear(4, 4), x, backward=True).saved_step == 0
+    assert above.grad is None and not x.is_leaf
+
+
+def test_inference_mode_dispatches_the_same() -> None:
+    module = nn.Sequential(nn.Flatten(), nn.Linear(16, 8), nn.Dropout(), nn.ReLU()).eval()
+    x, names = torch.randn(2, 4, 4), []
+    for mode in (torch.no_grad(), torch.inference_mode()):
+        with mode:
+            names.append(count_launches(lambda: module(x.reshape(2, 4, 4)).contiguous().float()).names)
+    assert names == [["aten.addmm.default", "aten.relu.default"]] * 2
+
+
 def test_bounds() -> None:
     x = torch.ones(3)
 

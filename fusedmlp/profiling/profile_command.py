@@ -32,7 +32,9 @@ def add_parser(commands: Any) -> None:
     model.add_argument(
         "target", metavar="CONFIG|MODULE:FUNCTION", help="LlamaConfig, ViTConfig, ..., or what returns (module, inputs)"
     )
-    model.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="settings of the configuration")
+    model.add_argument(
+        *("--set",), nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="settings of the configuration"
+    )
     for sub in (linear, mlp, model):
         _shared(sub, shape=sub is not model)
 

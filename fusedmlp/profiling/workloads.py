@@ -92,18 +92,30 @@ def model_workload(target: str, settings: Sequence[str], batch: int, seq: int, d
     Raises WorkloadError where there is no such thing.
     """
     if ":" in target:
-        return _users_model(target, dtype, device)
-    return _transformers_model(target, settings, batch, seq, dtype, device)
+        workload = _users_model(target, dtype, device)
+    else:
+        workload = _transformers_model(target, settings, batch, seq, dtype, device)
+    try:
+        variant(workload, "eager").forward()
+    except Exception as error:  # what others wrote may raise anything
+        raise WorkloadError(f"{target} does not run on its inputs: {type(error).__name__}: {error}") from error
+    return workload
 
 
 def _users_model(target: str, dtype: str, device: str) -> Workload:
     place, name = target.split(":", 1)
     try:
-        made = getattr(importlib.import_module(place), name)()
-    except (ImportError, AttributeError) as error:
+        make = getattr(importlib.import_module(place), name)
+        if not callable(make):
+            raise TypeError(f"{name} is no function")
+    except Exception as error:  # an import runs what others wrote, which may raise anything
         raise WorkloadError(
-            f"{target}: cannot be called: {error}; give MODULE:FUNCTION that Python can import"
+            f"{target}: cannot be called: {type(error).__name__}: {error}; give MODULE:FUNCTION that Python can import"
         ) from error
+    try:
+        made = make()
+    except Exception as error:
+        raise WorkloadError(f"{target} raised {type(error).__name__}: {error}") from error
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
         raise WorkloadError(f"{target} must return (module, inputs), it returned {type(made).__name__}")
     module, inputs = made
@@ -130,8 +142,12 @@ def _transformers_model(
     config_class = getattr(transformers, target, None)
     if config_class is None or not target.endswith("Config"):
         raise WorkloadError(f"{target} is no configuration class of transformers, such as LlamaConfig or ViTConfig")
-    config = config_class(**dict(_setting(text) for text in settings))
-    model = transformers.AutoModel.from_config(config).to(device, DTYPES[dtype])
+    chosen = dict(_setting(text) for text in settings)
+    try:
+        config = config_class(**chosen)
+        model = transformers.AutoModel.from_config(config).to(device, DTYPES[dtype])
+    except Exception as error:  # transformers' own checks, and those of PyTorch's layers
+        raise WorkloadError(f"{target} cannot be made with {chosen}: {type(error).__name__}: {error}") from error
     inputs: dict[str, Any]
     if hasattr(config, "image_size") and hasattr(config, "num_channels"):
         side = config.image_size if isinstance(config.image_size, int) else config.image_size[0]

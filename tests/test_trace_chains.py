@@ -267,3 +267,28 @@ def test_a_stack_is_one_launch_where_the_plan_says_so(rows: int, layers: int, th
     for _ in range(layers):
         linear(t, rows, 1024, 1024), activation(t, rows, 1024)
     assert summary(chains_of(t, tmp_path)) == [("FusedReLUMLP", "forward", 2 * layers, then)]
+
+
+@pytest.mark.parametrize("residual", [True, False])
+def test_a_backward_fuses_where_its_forward_does(residual: bool, tmp_path: Path) -> None:
+    """relu(linear(x) + x): a mask and two products in the backward, but no layer has the addition between them."""
+    t = TraceBuilder()
+    linear(t, 16, 128, 128, bias=True)
+    if residual:
+        with t.op("aten::add", [16, 128], [16, 128]):
+            t.launch(ADD)
+    activation(t, 16, 128)
+    with t.op("autograd::engine::evaluate_function: ReluBackward0"), t.op("aten::threshold_backward", [16, 128]):
+        t.launch(elementwise("at::native::(anonymous namespace)::threshold_kernel_impl<float>"))
+    with t.op("autograd::engine::evaluate_function: AddmmBackward0"):
+        product(t, 16, 128, 128), product(t, 128, 16, 128)
+        with t.op("aten::sum", [16, 128]):
+            t.launch(SUM)
+    backward = ("FusedLinearReLU", "backward", 4, 3)
+    assert summary(chains_of(t, tmp_path)) == ([] if residual else [("FusedLinearReLU", "forward", 2, 1), backward])
+
+
+def test_a_backward_alone_has_no_forward_to_go_by(tmp_path: Path) -> None:
+    t = TraceBuilder()
+    geglu_backward(t)
+    assert summary(chains_of(t, tmp_path)) == [("FusedGeGLUMLP", "backward", 10, 4)]

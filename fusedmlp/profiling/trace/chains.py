@@ -74,6 +74,10 @@ def find_chains(work: Sequence[Work]) -> list[Chain]:
     rows = [tokens(part) for part in streams.values()]
     training = any(t.backward or t.char in (GRAD, GRAD_MUL) for row in rows for t in row)
     found = [chain for row in rows for chain in _chains_of(row, training)]
+    # What lies between a product and its activation in the forward, such as a residual, leaves no mark in the backward.
+    if any(t.char == GEMM and t.work[0].op is not None and not t.backward for row in rows for t in row):
+        forward = {c.activation for c in found if c.direction == "forward"}
+        found = [c for c in found if c.direction == "forward" or c.activation in forward]
     return sorted(found, key=lambda c: launched(c.work[0]))
 
 

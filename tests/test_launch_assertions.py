@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from fusedmlp import FusedGeGLUMLP, FusedReLUMLP
 from fusedmlp.profiling import (
@@ -119,6 +120,17 @@ def test_a_step_ends_at_its_inputs() -> None:
     x = above.exp()
     assert compare_launches(nn.Linear(4, 4), nn.Linear(4, 4), x, backward=True).saved_step == 0
     assert above.grad is None and not x.is_leaf
+
+
+def test_gradients_within_a_reentrant_checkpoint_start_as_none() -> None:
+    class Checkpointed(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(super().forward, x, use_reentrant=True)  # type: ignore[no-any-return]
+
+    layer, x = Checkpointed(4, 4), torch.randn(2, 4, requires_grad=True)
+    found = compare_launches(nn.Linear(4, 4), layer, x, backward=True)
+    assert str(found) == "launches: forward 1 -> 1, step 4 -> 5"
+    assert layer.weight.grad is None
 
 
 def test_inference_mode_dispatches_the_same() -> None:

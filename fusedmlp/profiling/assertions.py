@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .counts import LaunchCounts
 from .launches import count_launches
@@ -75,8 +75,8 @@ def compare_launches(
     """Count the kernels of ``eager(*inputs)`` and ``fused(*inputs)``, and with ``backward`` of their training steps.
 
     In a step every output tensor that requires a gradient gets one of ones; gradients of the inputs and of
-    parameters start as None and are None afterwards. Raises what count_launches() raises, and ValueError where
-    ``backward`` is asked of outputs that require no gradient.
+    parameters start as None and are None afterwards; random numbers and running statistics move on as in any call.
+    Raises what count_launches() raises, and ValueError where ``backward`` is asked of outputs that require no gradient.
     """
     found = [count_launches(partial(call, *inputs), warmup=warmup) for call in (eager, fused)]
     if not backward:
@@ -90,7 +90,9 @@ def training_step(call: Callable[..., Any], *inputs: Any, keywords: dict[str, An
     behind."""
     named = {name: _own(x) for name, x in (keywords or {}).items()}
     inputs = tuple(map(_own, inputs))
-    leaves: list[Tensor] = []
+    # Known ahead, and completed by the graph: reentrant checkpoints hide from it what they compute.
+    leaves = [x for x in tensors_in([*inputs, *named.values()]) if x.is_leaf]
+    leaves += list(call.parameters()) if isinstance(call, nn.Module) else []
     ones: list[Tensor] = []
 
     def step() -> None:
@@ -99,7 +101,8 @@ def training_step(call: Callable[..., Any], *inputs: Any, keywords: dict[str, An
             raise ValueError("a training step needs an output that requires a gradient; none of these does")
         if [(o.shape, o.dtype, o.device) for o in ones] != [(y.shape, y.dtype, y.device) for y in outputs]:
             ones[:] = [torch.ones_like(y, requires_grad=False) for y in outputs]
-            leaves[:] = _leaves(outputs)
+            known = set(map(id, leaves))
+            leaves.extend(leaf for leaf in _leaves(outputs) if id(leaf) not in known)
             for leaf in leaves:
                 leaf.grad = None
         torch.autograd.backward(outputs, ones)

@@ -189,3 +189,33 @@ def test_a_convolution_with_transforms_and_layouts_is_no_layout_change(part: str
         "TileAccessIteratorOptimizedINS_9transform29PitchLinearWarpRakedThreadMapINS_6layout40ColumnMajorEEEvNT_6ParamsE"
     )
     assert (decode(name).text, decode(name).family) == (f"{text} (cuDNN)", "convolution")
+
+
+LOOP = "void at::native::elementwise_kernel<128, 4, at::native::gpu_kernel_impl_nocast<at::native::"
+NEG = "neg_kernel_cuda(at::TensorIteratorBase&)::{lambda()#2}::operator()() const::{lambda(c10::BFloat16)#1}>(x)"
+SUM = "void at::native::reduce_kernel<128, 4, at::native::ReduceOp<{0}, at::native::func_wrapper_t<{1}, "
+SUM += "at::native::sum_functor<{0}, float, {1}>::operator()(at::TensorIterator&)>, unsigned int, {1}, 4, 4> >(x)"
+
+
+@pytest.mark.parametrize(
+    "name, text",
+    [
+        (LOOP + NEG, "neg of bfloat16 (PyTorch)"),
+        (SUM.format("c10::BFloat16", "c10::BFloat16"), "sum of bfloat16, a reduction (PyTorch)"),
+        (SUM.format("c10::BFloat16", "float"), "sum of bfloat16 and float32, a reduction (PyTorch)"),
+        (
+            "void at::native::CatArrayBatchedCopy<at::native::OpaqueType<2u>, unsigned int, 3>(x)",
+            "cat (PyTorch)",
+        ),
+        (
+            "void cudnn::fusion::convert_dq_to_16bits<true>(void const*, void*, unsigned int, float)",
+            "attention backward, dQ to the result's dtype (cuDNN)",
+        ),
+        (
+            "void cask_plugin__5x_cudnn::init_device_workspace_kernel<xmma::implicit_gemm::fprop::Params, bool>(x)",
+            "convolution (cuDNN)",
+        ),
+    ],
+)
+def test_types_are_those_of_tensors(name: str, text: str) -> None:
+    assert decode(name).text == text

@@ -64,7 +64,8 @@ def decode_library(name: str) -> KernelName | None:
         if not re.search(pattern, name):
             continue
         library = _library(name)
-        types = dtypes_in(name)
+        # The parameters behind the template's arguments are sizes and scales; bool is a switch.
+        types = [t for t in dtypes_in(name.split(">(", 1)[0]) if t != "bool"]
         details: dict[str, str] = {"dtypes": ", ".join(types)} if types else {}
         if family == "attention" and (
             traits := re.search(r"kernel_traits<(?:\(int\))?(\d+), (?:\(int\))?(\d+), (?:\(int\))?(\d+)", name)

@@ -120,7 +120,7 @@ def decode_pytorch(name: str) -> KernelName | None:
 
 def _elementwise(match: re.Match[str], name: str) -> KernelName:
     args = match["args"].split(">(", 1)[0]
-    operation = _functor(args)
+    operation = _functor(re.sub(r"at::native::gpu_kernel_impl\w*<", "", args))
     # MulFunctor<float> of a BinaryFunctor<c10::BFloat16, ...> computes in float32, of tensors in bfloat16.
     types = dtypes_in(re.sub(r"(binary_internal::\w+)<[\w:]+>", r"\1", args))
     details = {"functor": operation, "loop": match["loop"].removesuffix("_kernel")}
@@ -152,7 +152,9 @@ def _functor(args: str) -> str:
 
 
 def _reduction(name: str) -> KernelName:
-    types = dtypes_in(name)
+    # What is read and what is written; sums have a type of their own in between.
+    ends = re.search(r"ReduceOp<([\w:]+),.*unsigned int, ([\w:]+), \d", name)
+    types = dtypes_in(", ".join(ends.groups()) if ends else name)
     operation = next((op for pattern, op in _REDUCTIONS if re.search(pattern, name)), "reduction")
     details = {"reduces by": operation} | ({"dtypes": ", ".join(types)} if types else {})
     return KernelName(f"{operation}{_of(types)}, a reduction (PyTorch)", "reduction", "PyTorch", details, (operation,))

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.trace_builder import GEMM, SPLIT, TraceBuilder
+from support.trace_builder import GEMM, SPLIT, TraceBuilder, linear
 
 from fusedmlp import cli
+from fusedmlp.profiling import html
 from fusedmlp.profiling.html import write_html
 from fusedmlp.profiling.trace.load import load
 from fusedmlp.profiling.trace.stats import analyse
@@ -129,3 +130,15 @@ def test_devices_wait_for_the_host_each_in_its_own_time(tmp_path: Path) -> None:
     (_, step) = analyse(load(written(tmp_path, *steps, *calls, *kernels))).steps
     assert (step.kernels, step.busy_us, step.idle_us) == (3, 17, 63)
     assert step.waiting_us == 63
+
+
+def test_a_page_of_a_long_trace_stays_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without steps the whole trace is one: the longest of everything are drawn, and the rest is left out."""
+    monkeypatch.setattr(html, "MAX_ITEMS", 10)
+    t = TraceBuilder()
+    for i in range(50):
+        linear(t, 16, 32, 32, us=float(i + 1))
+    report = TraceReport(load(t.write(tmp_path / "t.json")))
+    lanes, _ = html._lanes(report)
+    assert [len(lane["items"]) for lane in lanes] == [10, 10]
+    assert {item["d"] for item in lanes[1]["items"]} == set(range(41, 51))

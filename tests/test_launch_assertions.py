@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fusedmlp import FusedGeGLUMLP, FusedReLUMLP
 from fusedmlp.profiling import (
+    DeviceEvent,
     HostCountWarning,
     ProfilerError,
     assert_launches,
@@ -276,3 +277,28 @@ def test_no_warning_where_a_device_is_counted(monkeypatch: pytest.MonkeyPatch) -
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert count_launches(lambda: None, allow_empty=True).source == "device"
+
+
+def test_counts_of_an_earlier_block_do_not_outlive_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fusedmlp.profiling import launches as module
+
+    class Frame:
+        def start(self) -> None: ...
+
+        def abort(self) -> None: ...
+
+        def finish(self) -> list[DeviceEvent]:
+            return [DeviceEvent(name, "kernel", i, 1.0) for i, name in enumerate(("probe", "k", "probe"))]
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(module, "_probe_name", lambda index: "probe")
+    monkeypatch.setattr(module, "_Frame", Frame)
+    capture = count_launches()
+    with capture:
+        pass
+    assert capture.names == ["k"]
+    with pytest.raises(KeyError), capture:
+        raise KeyError
+    with pytest.raises(ProfilerError, match="without an error"):
+        capture.kernels  # noqa: B018

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.trace_builder import GEMM, SPLIT, TraceBuilder, linear
+from support.trace_builder import GEMM, MUL, SPLIT, TraceBuilder, linear
 
 from fusedmlp import cli
 from fusedmlp.profiling import html
@@ -142,3 +142,35 @@ def test_a_page_of_a_long_trace_stays_small(tmp_path: Path, monkeypatch: pytest.
     lanes, _ = html._lanes(report)
     assert [len(lane["items"]) for lane in lanes] == [10, 10]
     assert {item["d"] for item in lanes[1]["items"]} == set(range(41, 51))
+
+
+def verdict_of(tmp_path: Path, *kernels: tuple[str, float]) -> str:
+    t = TraceBuilder()
+    for name, us in kernels:
+        with t.op("aten::mm", [16, 32], [32, 32]):
+            t.launch(name, us)
+    t.synchronize()
+    for e in t.events:  # launched well ahead: nothing waits
+        if e["cat"] == "kernel":
+            e["ts"] += 1000
+    return TraceReport(load(t.write(tmp_path / "t.json"))).verdict.word
+
+
+CONVOLUTION = (
+    "sm90_xmma_fprop_implicit_gemm_f32f32_tf32f32_f32_nhwckrsc_nhwc_tilesize128x128x32_execute_kernel__5x_cudnn"
+)
+FLASH = "void pytorch_flash::flash_fwd_kernel<pytorch_flash::Flash_fwd_kernel_traits<64, 128, 64, 4>>(x)"
+
+
+@pytest.mark.parametrize(
+    "kernels, word",
+    [
+        ([(CONVOLUTION, 90.0), (MUL, 10.0)], "compute-bound"),
+        ([(FLASH, 90.0), (MUL, 10.0)], "compute-bound"),
+        ([(CONVOLUTION, 10.0), (MUL, 90.0)], "memory-bound"),
+        ([("%%% no name", 10.0)], "undecided"),
+        ([(GEMM, 0.0), (MUL, 10.0)], "memory-bound"),
+    ],
+)
+def test_what_a_step_is_bound_by(kernels: list[tuple[str, float]], word: str, tmp_path: Path) -> None:
+    assert verdict_of(tmp_path, *kernels) == word

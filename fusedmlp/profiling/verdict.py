@@ -12,6 +12,7 @@ from .trace.stats import StepStats
 from .trace.tokens import _compute_op, _itemsize, batch, product_dims
 
 LAUNCH_BOUND = 0.25  # of a step's device time spent waiting for the host
+_COMPUTE = {"gemm", "convolution", "attention"}
 _TRAFFIC = {"elementwise", "copy", "fill", "reduction", "norm", "softmax", "index", "optimizer", "random", "loss"}
 
 
@@ -47,7 +48,8 @@ class Product:
 
 @dataclass(frozen=True)
 class Verdict:
-    """word: "launch-bound", "compute-bound" or "memory-bound"; why: the numbers, one sentence."""
+    """word: "launch-bound", "compute-bound", "memory-bound", or "undecided" where no kernel is of either kind. why: the
+    numbers, one sentence."""
 
     word: str
     why: str
@@ -90,13 +92,16 @@ def judge(step: StepStats, work: Sequence[Work], ceilings: dict[str, float] | No
     found = products(work)
     busy = step.kernel_us or 1.0
     kernels = [w for w in work if w.kind == "kernel"]
-    traffic = sum(w.duration for w in kernels if decode(w.name).family in _TRAFFIC) / busy
-    share = sum(w.duration for w in kernels if decode(w.name).family == "gemm") / busy
-    head = f"products take {share:.0%} of kernel time, elementwise work, copies and reductions {traffic:.0%}"
-    word = "memory-bound" if traffic > share else "compute-bound"
-    if not found:
-        return Verdict(word, head)
+    share, compute, traffic = (
+        sum(w.duration for w in kernels if decode(w.name).family in families) / busy
+        for families in ({"gemm"}, _COMPUTE, _TRAFFIC)
+    )
+    others = f", convolutions and attention {compute - share:.0%}" if compute > share else ""
+    head = f"products take {share:.0%} of kernel time{others}, elementwise work, copies and reductions {traffic:.0%}"
+    word = "memory-bound" if traffic > compute else "compute-bound" if compute else "undecided"
     us = sum(p.us for p in found)
+    if not us:
+        return Verdict(word, head)
     rate, speed = sum(p.flop for p in found) / us / 1e6, sum(p.bytes for p in found) / us / 1e6
     known = "" if us / busy > share - 0.01 else f" (those whose sizes are known, {us / busy:.0%})"
     head += f"; products{known} run at {rate:.0f} TFLOP/s and {speed:.2f} TB/s"

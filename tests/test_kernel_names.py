@@ -219,3 +219,11 @@ SUM += "at::native::sum_functor<{0}, float, {1}>::operator()(at::TensorIterator&
 )
 def test_types_are_those_of_tensors(name: str, text: str) -> None:
     assert decode(name).text == text
+
+
+@pytest.mark.parametrize("name", ["hardtanh", "hardsigmoid", "leaky_relu", "hardtanh_backward", "hardsigmoid_backward"])
+def test_names_that_end_in_another_activation(name: str) -> None:
+    kernel = built.elementwise(
+        f"at::native::(anonymous namespace)::{name}_kernel(at::TensorIteratorBase&)::{{lambda()#1}}"
+    )
+    assert decode(kernel).operations == (name,)

@@ -25,6 +25,8 @@ from support.trace_builder import (
     product,
 )
 
+from fusedmlp.activations import ACTIVATIONS
+from fusedmlp.profiling.trace import tokens
 from fusedmlp.profiling.trace.chains import Chain, find_chains, grouped
 from fusedmlp.profiling.trace.load import load
 
@@ -292,3 +294,33 @@ def test_a_backward_alone_has_no_forward_to_go_by(tmp_path: Path) -> None:
     t = TraceBuilder()
     geglu_backward(t)
     assert summary(chains_of(t, tmp_path)) == [("FusedGeGLUMLP", "backward", 10, 4)]
+
+
+def functor(name: str) -> str:
+    return elementwise(f"at::native::(anonymous namespace)::{name}(at::TensorIteratorBase&)::{{lambda()#1}}")
+
+
+@pytest.mark.parametrize("name", ["tanh", "leaky_relu", "hardswish", "hardtanh", "hardsigmoid"])
+@pytest.mark.parametrize("graph", [False, True])
+def test_activations_that_no_layer_has_are_no_chain(name: str, graph: bool, tmp_path: Path) -> None:
+    t = TraceBuilder()
+    if graph:
+        t.graph(GEMM, functor(f"{name}_kernel"), GEMM)
+    else:
+        (
+            linear(t, 16, 32, 128),
+            activation(t, 16, 128, f"aten::{name}", functor(f"{name}_kernel")),
+            linear(t, 16, 128, 32),
+        )
+    assert chains_of(t, tmp_path) == []
+
+
+def test_every_chain_names_an_activation_of_ours() -> None:
+    named = {"gelu", "relu", "silu", "sigmoid", "quick_gelu", "gelu_tanh", "relu2"}
+    assert named == ACTIVATIONS.keys() - {"identity"} == tokens.ACTIVATIONS & ACTIVATIONS.keys()
+
+
+def test_an_activation_of_another_shape_is_of_another_tensor(tmp_path: Path) -> None:
+    t = TraceBuilder()
+    linear(t, 16, 32, 128), activation(t, 128, 16, "aten::gelu", GELU)
+    assert chains_of(t, tmp_path) == []

@@ -131,7 +131,8 @@ def _fitting(kind: str, taken: list[Token]) -> list[Token]:
 
 def _alike(inner: Sequence[Token]) -> bool:
     """Whether what is activated and multiplied has the size of the products before it."""
-    return len({t.numel for t in inner if t.numel}) <= 1
+    widths = {t.dims[1] if t.dims else t.width for t in inner if t.numel}
+    return len({t.numel for t in inner if t.numel}) <= 1 and len(widths) <= 1
 
 
 def _reads(product: Token, made: Token) -> bool:
@@ -143,7 +144,6 @@ def _reads(product: Token, made: Token) -> bool:
 
 def _chain(pattern: _Pattern, taken: Sequence[Token], training: bool) -> Chain:
     activation = next((t.activation for t in taken if t.activation), "")
-    activation = "relu" if activation == "threshold" else activation
     now = sum(len(t.work) for t in taken)
     then = _launches(pattern, taken)
     bias = any(t.char in (SUM, GRAD_SUM) for t in taken)

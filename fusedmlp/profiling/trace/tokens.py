@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
+from ...activations import ACTIVATIONS as OURS
 from ..names import KernelName, decode
 from ..names.gemm import BESIDE
 from ..names.inductor import VIEWS
@@ -50,7 +51,7 @@ def tokens(work: Sequence[Work]) -> list[Token]:
         if name.family in ("copy", "fill") or name.details.get("role") in BESIDE:
             continue
         found.append(_token(w, name))
-    return _composites(found)
+    return [t if not t.activation or t.activation in OURS else replace(t, char=OTHER) for t in _composites(found)]
 
 
 def launched(work: Work) -> tuple[float, float]:
@@ -85,7 +86,8 @@ def _char(name: KernelName, op: Op | None, backward: bool) -> tuple[str, str]:
         return (SUM if "sum" in operations else OTHER), ""
     for group, plain in ((BACKWARDS, GRAD), (ACTIVATIONS, ACT)):
         if hit := sorted(operations & group):
-            return (RELU if hit == ["relu"] else plain), hit[0].removesuffix("_backward")
+            activation = hit[0].removesuffix("_backward").replace("threshold", "relu")
+            return (RELU if hit == ["relu"] else plain), activation
     # Without an operation, as in a graph, a clamp is taken for ReLU.
     if "clamp" in operations and op is None:
         return RELU, "relu"

@@ -102,25 +102,30 @@ def test_relu_stack(tmp_path: Path, bias: bool) -> None:
     assert found[0].shape == "[128, 1024 -> 1024 -> 1024 -> 1024]"
 
 
-def test_two_layer_mlp_with_gelu(tmp_path: Path) -> None:
+@pytest.mark.parametrize("form, activation", [(1, "gelu_tanh"), (2, "gelu")])
+def test_two_layer_mlp_with_gelu(form: int, activation: str, tmp_path: Path) -> None:
+    """PyTorch's kernels have both forms of GELU, that by tanh first."""
+    gelu, gelu_backward = (
+        k.replace("GeluType)::{lambda()#1}", f"GeluType)::{{lambda()#{form}}}") for k in (GELU, GELU_BACKWARD)
+    )
     t = TraceBuilder()
     linear(t, M, D, H, bias=True)
     with t.op("aten::gelu", [M, H]):
-        t.launch(GELU)
+        t.launch(gelu)
     linear(t, M, H, D, bias=True)
     with t.op("autograd::engine::evaluate_function: AddmmBackward0"):
         product(t, M, D, H), product(t, H, M, D)
         with t.op("aten::sum", [M, D]):
             t.launch(SUM)
     with t.op("autograd::engine::evaluate_function: GeluBackward0"), t.op("aten::gelu_backward", [M, H]):
-        t.launch(GELU_BACKWARD)
+        t.launch(gelu_backward)
     with t.op("autograd::engine::evaluate_function: AddmmBackward0"):
         product(t, M, H, D), product(t, D, M, H)
         with t.op("aten::sum", [M, H]):
             t.launch(SUM)
     assert summary(chains_of(t, tmp_path)) == [
-        ("FusedMLP(activation='gelu')", "forward", 3, 2),
-        ("FusedMLP(activation='gelu')", "backward", 7, 4),
+        (f"FusedMLP(activation={activation!r})", "forward", 3, 2),
+        (f"FusedMLP(activation={activation!r})", "backward", 7, 4),
     ]
 
 
@@ -217,7 +222,7 @@ def test_gate_and_up_read_one_tensor(last: int, tmp_path: Path) -> None:
     with t.op("aten::mul", [16, 128], [16, 128]):
         t.launch(MUL)
     linear(t, 16, last, 32)
-    assert summary(chains_of(t, tmp_path)) == [("FusedMLP(activation='gelu')", "forward", 3, 2)]
+    assert summary(chains_of(t, tmp_path)) == [("FusedMLP(activation='gelu_tanh')", "forward", 3, 2)]
 
 
 def test_a_gated_layer_whose_product_goes_elsewhere(tmp_path: Path) -> None:
@@ -235,7 +240,7 @@ def test_a_scale_is_no_gate(tmp_path: Path) -> None:
     linear(t, 16, 128, 128), linear(t, 16, 128, 128), activation(t, 16, 128, "aten::gelu", GELU)
     with t.op("aten::mul", [16, 128], []):
         t.launch(MUL)
-    assert summary(chains_of(t, tmp_path)) == [("FusedLinearAct(activation='gelu')", "forward", 2, 1)]
+    assert summary(chains_of(t, tmp_path)) == [("FusedLinearAct(activation='gelu_tanh')", "forward", 2, 1)]
 
 
 def test_a_sigmoid_gate_is_no_silu(tmp_path: Path) -> None:

@@ -126,6 +126,8 @@ def _elementwise(match: re.Match[str], name: str) -> KernelName:
     details = {"functor": operation, "loop": match["loop"].removesuffix("_kernel")}
     if types:
         details["dtypes"] = ", ".join(types)
+    if form := re.search(r"Gelu\w*CUDAKernelImpl\(.*?\)::\{lambda\(\)#([12])\}", args):  # in the order of its branches
+        details["form"] = "tanh" if form.group(1) == "1" else "erf"
     if match["loop"].startswith("vectorized") and (width := _VECTOR.match(args)):
         details["vector"] = f"{width.group(1)} elements an access"
     if "distribution" in match["loop"]:

@@ -87,6 +87,7 @@ def _char(name: KernelName, op: Op | None, backward: bool) -> tuple[str, str]:
     for group, plain in ((BACKWARDS, GRAD), (ACTIVATIONS, ACT)):
         if hit := sorted(operations & group):
             activation = hit[0].removesuffix("_backward").replace("threshold", "relu")
+            activation = "gelu_tanh" if name.details.get("form") == "tanh" else activation
             return (RELU if hit == ["relu"] else plain), activation
     # Without an operation, as in a graph, a clamp is taken for ReLU.
     if "clamp" in operations and op is None:

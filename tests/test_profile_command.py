@@ -142,6 +142,26 @@ def test_usage_errors(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert stop.value.code == 2
 
 
+NESTED = """
+import collections, torch
+class Sum(torch.nn.Linear):
+    def forward(self, parts, scale=None):
+        return super().forward(parts[0] + parts[1]["b"]) * scale["s"]
+def make():
+    x = torch.ones(1, 2)
+    return Sum(2, 2), collections.UserDict(parts=(x, {"b": x}), scale={"s": x})
+"""
+
+
+def test_inputs_of_any_structure_take_the_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a tokenizer returns them: a mapping that is no dict, and tensors within."""
+    (tmp_path / "users_nested.py").write_text(NESTED)
+    monkeypatch.syspath_prepend(tmp_path)
+    workload = model_workload("users_nested:make", [], 1, 1, "bfloat16", "cpu")
+    assert workload.keywords["parts"][1]["b"].dtype == torch.bfloat16
+    assert variant(workload, "eager").forward().dtype == torch.bfloat16
+
+
 def test_settings_given_one_by_one_all_count() -> None:
     args = cli._parser().parse_args(["profile", "model", "LlamaConfig", "--set", "a=1", "b=2", "--set", "c=3"])
     assert args.set == ["a=1", "b=2", "c=3"]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from .assertions import training_step
 
@@ -119,17 +120,20 @@ def _users_model(target: str, dtype: str, device: str) -> Workload:
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
         raise WorkloadError(f"{target} must return (module, inputs), it returned {type(made).__name__}")
     module, inputs = made
-    inputs = inputs if isinstance(inputs, (tuple, list, dict)) else (inputs,)
+    inputs = inputs if isinstance(inputs, (tuple, list, Mapping)) else (inputs,)
     module = module.to(device, DTYPES[dtype])
-    if isinstance(inputs, dict):
+    if isinstance(inputs, Mapping):
         return Workload(name, target, module, (), {k: _moved(v, dtype, device) for k, v in inputs.items()})
     return Workload(name, target, module, tuple(_moved(v, dtype, device) for v in inputs), {})
 
 
 def _moved(value: Any, dtype: str, device: str) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    return value.detach().to(device, DTYPES[dtype] if value.is_floating_point() else value.dtype)
+    """A value, or all tensors within it, on the device and in the dtype."""
+
+    def moved(x: Tensor) -> Tensor:
+        return x.detach().to(device, DTYPES[dtype] if x.is_floating_point() else x.dtype)
+
+    return tree_map_only(Tensor, moved, value)
 
 
 def _transformers_model(

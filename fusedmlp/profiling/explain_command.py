@@ -49,30 +49,25 @@ def main(args: argparse.Namespace) -> int:
         return 2
     try:
         _write(report, args)
-    except OSError as error:
-        print(f"fusedmlp explain: {error.filename}: cannot be written: {error.strerror}", file=sys.stderr)
-        return 2
-    if args.json != "-":
-        _show(report, args.top)
-    return 0
-
-
-def _show(report: Any, top: int) -> None:
-    try:
-        report.show(top)
         sys.stdout.flush()
     except BrokenPipeError:  # `| head` has seen enough; Python would complain again when it flushes at the end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        print(f"fusedmlp explain: {error.filename}: cannot be written: {error.strerror}", file=sys.stderr)
+        return 2
+    return 0
 
 
 def _write(report: Any, args: argparse.Namespace) -> None:
-    if args.json:
-        text = json.dumps(report.as_dict(), indent=1)
-        if args.json == "-":
-            print(text)
-        else:
-            Path(args.json).write_text(text + "\n", encoding="utf-8")
+    """Files first, then what goes to stdout."""
+    text = json.dumps(report.as_dict(), indent=1) if args.json else ""
+    if args.json and args.json != "-":
+        Path(args.json).write_text(text + "\n", encoding="utf-8")
     if args.html:
         from .html import write_html
 
         write_html(args.html, [report], title=Path(args.trace).name)
+    if args.json == "-":
+        print(text)
+    else:
+        report.show(args.top)

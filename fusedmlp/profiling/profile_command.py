@@ -65,9 +65,11 @@ def _size(text: str) -> int:
 
 def main(args: argparse.Namespace) -> int:
     """Returns 0; 1 where a guess for eager or fused was wrong; 2 for a request that cannot be met here."""
+    from .tables import any_name
     from .trace.stream import TraceError
     from .workloads import WorkloadError
 
+    any_name()
     try:
         return _run(args)
     except (WorkloadError, TraceError) as error:

@@ -170,3 +170,60 @@ def test_every_kernel_that_we_launch_has_its_words() -> None:
     for name in KERNELS:
         found = decode(name)
         assert found.library == "fusedmlp" and found.details["layer"] in found.text
+
+
+@pytest.mark.parametrize("form", ["BinaryFunctor", "AUnaryFunctor"])
+def test_what_a_functor_computes_in_is_no_type_of_its_tensors(form: str) -> None:
+    functor = "at::native::binary_internal::MulFunctor<float>"
+    name = built.elementwise(f"at::native::{form}<c10::BFloat16, c10::BFloat16, c10::BFloat16, {functor} >")
+    assert decode(name).text == "mul of bfloat16 (PyTorch)"
+    assert decode(name).details["dtypes"] == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    "part, text", [("Wgrad", "convolution's weight gradient"), ("Dgrad", "convolution's input gradient")]
+)
+def test_a_convolution_with_transforms_and_layouts_is_no_layout_change(part: str, text: str) -> None:
+    name = (
+        f"_ZN17cutlass__5x_cudnn6KernelINS_4conv6kernel23ImplicitGemmConvolutionINS4_52Conv2d{part}OutputGradient"
+        "TileAccessIteratorOptimizedINS_9transform29PitchLinearWarpRakedThreadMapINS_6layout40ColumnMajorEEEvNT_6ParamsE"
+    )
+    assert (decode(name).text, decode(name).family) == (f"{text} (cuDNN)", "convolution")
+
+
+LOOP = "void at::native::elementwise_kernel<128, 4, at::native::gpu_kernel_impl_nocast<at::native::"
+NEG = "neg_kernel_cuda(at::TensorIteratorBase&)::{lambda()#2}::operator()() const::{lambda(c10::BFloat16)#1}>(x)"
+SUM = "void at::native::reduce_kernel<128, 4, at::native::ReduceOp<{0}, at::native::func_wrapper_t<{1}, "
+SUM += "at::native::sum_functor<{0}, float, {1}>::operator()(at::TensorIterator&)>, unsigned int, {1}, 4, 4> >(x)"
+
+
+@pytest.mark.parametrize(
+    "name, text",
+    [
+        (LOOP + NEG, "neg of bfloat16 (PyTorch)"),
+        (SUM.format("c10::BFloat16", "c10::BFloat16"), "sum of bfloat16, a reduction (PyTorch)"),
+        (SUM.format("c10::BFloat16", "float"), "sum of bfloat16 and float32, a reduction (PyTorch)"),
+        (
+            "void at::native::CatArrayBatchedCopy<at::native::OpaqueType<2u>, unsigned int, 3>(x)",
+            "cat (PyTorch)",
+        ),
+        (
+            "void cudnn::fusion::convert_dq_to_16bits<true>(void const*, void*, unsigned int, float)",
+            "attention backward, dQ to the result's dtype (cuDNN)",
+        ),
+        (
+            "void cask_plugin__5x_cudnn::init_device_workspace_kernel<xmma::implicit_gemm::fprop::Params, bool>(x)",
+            "convolution (cuDNN)",
+        ),
+    ],
+)
+def test_types_are_those_of_tensors(name: str, text: str) -> None:
+    assert decode(name).text == text
+
+
+@pytest.mark.parametrize("name", ["hardtanh", "hardsigmoid", "leaky_relu", "hardtanh_backward", "hardsigmoid_backward"])
+def test_names_that_end_in_another_activation(name: str) -> None:
+    kernel = built.elementwise(
+        f"at::native::(anonymous namespace)::{name}_kernel(at::TensorIteratorBase&)::{{lambda()#1}}"
+    )
+    assert decode(kernel).operations == (name,)

@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from fusedmlp import FusedGeGLUMLP, FusedReLUMLP
 from fusedmlp.profiling import (
+    DeviceEvent,
     HostCountWarning,
     ProfilerError,
     assert_launches,
@@ -99,6 +101,46 @@ def test_outputs_of_any_structure_take_part_in_a_step() -> None:
 
     found = compare_launches(nn.Linear(4, 4), Nested(4, 4), torch.randn(2, 4), backward=True)
     assert found.saved_step == 0
+
+
+def test_gradients_of_whatever_a_step_reaches_start_as_none() -> None:
+    """Of a module that a function closes over, of inputs within a dictionary, and those that were there before."""
+    layer, x = nn.Linear(4, 4), torch.randn(2, 4, requires_grad=True)
+    for call, argument in ((layer, x), (lambda t: layer(t), x), (lambda d: layer(d["x"]), {"x": x})):
+        for leaf in (x, *layer.parameters()):
+            leaf.grad = torch.ones_like(leaf)
+        found = compare_launches(call, layer.forward if argument is x else call, argument, backward=True, warmup=0)
+        # The forward, three gradients, and the output's ones, which the first step makes.
+        assert found.eager_step is not None and found.eager_step.kernels == 5, found.eager_step
+        assert found.saved_step == 0
+        assert all(leaf.grad is None for leaf in (x, *layer.parameters()))
+
+
+def test_a_step_ends_at_its_inputs() -> None:
+    above = torch.randn(2, 4, requires_grad=True)
+    x = above.exp()
+    assert compare_launches(nn.Linear(4, 4), nn.Linear(4, 4), x, backward=True).saved_step == 0
+    assert above.grad is None and not x.is_leaf
+
+
+def test_gradients_within_a_reentrant_checkpoint_start_as_none() -> None:
+    class Checkpointed(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(super().forward, x, use_reentrant=True)  # type: ignore[no-any-return]
+
+    layer, x = Checkpointed(4, 4), torch.randn(2, 4, requires_grad=True)
+    found = compare_launches(nn.Linear(4, 4), layer, x, backward=True)
+    assert str(found) == "launches: forward 1 -> 1, step 4 -> 5"
+    assert layer.weight.grad is None
+
+
+def test_inference_mode_dispatches_the_same() -> None:
+    module = nn.Sequential(nn.Flatten(), nn.Linear(16, 8), nn.Dropout(), nn.ReLU()).eval()
+    x, names = torch.randn(2, 4, 4), []
+    for mode in (torch.no_grad(), torch.inference_mode()):
+        with mode:
+            names.append(count_launches(lambda: module(x.reshape(2, 4, 4)).contiguous().float()).names)
+    assert names == [["aten.addmm.default", "aten.relu.default"]] * 2
 
 
 def test_bounds() -> None:
@@ -235,3 +277,28 @@ def test_no_warning_where_a_device_is_counted(monkeypatch: pytest.MonkeyPatch) -
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert count_launches(lambda: None, allow_empty=True).source == "device"
+
+
+def test_counts_of_an_earlier_block_do_not_outlive_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fusedmlp.profiling import launches as module
+
+    class Frame:
+        def start(self) -> None: ...
+
+        def abort(self) -> None: ...
+
+        def finish(self) -> list[DeviceEvent]:
+            return [DeviceEvent(name, "kernel", i, 1.0) for i, name in enumerate(("probe", "k", "probe"))]
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(module, "_probe_name", lambda index: "probe")
+    monkeypatch.setattr(module, "_Frame", Frame)
+    capture = count_launches()
+    with capture:
+        pass
+    assert capture.names == ["k"]
+    with pytest.raises(KeyError), capture:
+        raise KeyError
+    with pytest.raises(ProfilerError, match="without an error"):
+        capture.kernels  # noqa: B018

@@ -106,13 +106,30 @@ REFUSED = {
     "model no_such_module:make": "cannot be called",
     "model json:nothing": "cannot be called",
     "model LlamaConfig --set layers": "KEY=VALUE",
+    "model LlamaConfig --set num_hidden_layers=x": "LlamaConfig cannot be made",
+    "model :make": "cannot be called",
+    "model .relative:make": "cannot be called",
+    "model json:__name__": "cannot be called",
+    "model users_faulty:raises": "ValueError: broken",
+    "model users_faulty:other_width": "does not run on its inputs",
+    "model users_broken:make": "SyntaxError",
 }
+FAULTY = """
+import torch
+def raises():
+    raise ValueError("broken")
+def other_width():
+    return torch.nn.Linear(2, 2), torch.ones(1, 3)
+"""
 
 
 @pytest.mark.parametrize("command", REFUSED)
 def test_what_cannot_be_had_is_said_with_exit_code_2(
-    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (tmp_path / "users_faulty.py").write_text(FAULTY)
+    (tmp_path / "users_broken.py").write_text("def make(:")
+    monkeypatch.syspath_prepend(tmp_path)
     assert cli.main(["profile", *command.split(), "--out", str(tmp_path)]) == 2
     said = capsys.readouterr().err
     assert said.startswith("fusedmlp profile: ") and REFUSED[command] in said
@@ -123,6 +140,32 @@ def test_usage_errors(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         cli.main(["profile", *command.split()])
     assert stop.value.code == 2
+
+
+NESTED = """
+import collections, torch
+class Sum(torch.nn.Linear):
+    def forward(self, parts, scale=None):
+        return super().forward(parts[0] + parts[1]["b"]) * scale["s"]
+def make():
+    x = torch.ones(1, 2)
+    return Sum(2, 2), collections.UserDict(parts=(x, {"b": x}), scale={"s": x})
+"""
+
+
+def test_inputs_of_any_structure_take_the_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a tokenizer returns them: a mapping that is no dict, and tensors within."""
+    (tmp_path / "users_nested.py").write_text(NESTED)
+    monkeypatch.syspath_prepend(tmp_path)
+    workload = model_workload("users_nested:make", [], 1, 1, "bfloat16", "cpu")
+    assert workload.keywords["parts"][1]["b"].dtype == torch.bfloat16
+    assert variant(workload, "eager").forward().dtype == torch.bfloat16
+
+
+def test_settings_given_one_by_one_all_count() -> None:
+    args = cli._parser().parse_args(["profile", "model", "LlamaConfig", "--set", "a=1", "b=2", "--set", "c=3"])
+    assert args.set == ["a=1", "b=2", "c=3"]
+    assert cli._parser().parse_args(["profile", "model", "LlamaConfig"]).set == []
 
 
 def test_an_output_folder_that_is_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,6 +25,8 @@ from support.trace_builder import (
     product,
 )
 
+from fusedmlp.activations import ACTIVATIONS
+from fusedmlp.profiling.trace import tokens
 from fusedmlp.profiling.trace.chains import Chain, find_chains, grouped
 from fusedmlp.profiling.trace.load import load
 
@@ -100,25 +102,30 @@ def test_relu_stack(tmp_path: Path, bias: bool) -> None:
     assert found[0].shape == "[128, 1024 -> 1024 -> 1024 -> 1024]"
 
 
-def test_two_layer_mlp_with_gelu(tmp_path: Path) -> None:
+@pytest.mark.parametrize("form, activation", [(1, "gelu_tanh"), (2, "gelu")])
+def test_two_layer_mlp_with_gelu(form: int, activation: str, tmp_path: Path) -> None:
+    """PyTorch's kernels have both forms of GELU, that by tanh first."""
+    gelu, gelu_backward = (
+        k.replace("GeluType)::{lambda()#1}", f"GeluType)::{{lambda()#{form}}}") for k in (GELU, GELU_BACKWARD)
+    )
     t = TraceBuilder()
     linear(t, M, D, H, bias=True)
     with t.op("aten::gelu", [M, H]):
-        t.launch(GELU)
+        t.launch(gelu)
     linear(t, M, H, D, bias=True)
     with t.op("autograd::engine::evaluate_function: AddmmBackward0"):
         product(t, M, D, H), product(t, H, M, D)
         with t.op("aten::sum", [M, D]):
             t.launch(SUM)
     with t.op("autograd::engine::evaluate_function: GeluBackward0"), t.op("aten::gelu_backward", [M, H]):
-        t.launch(GELU_BACKWARD)
+        t.launch(gelu_backward)
     with t.op("autograd::engine::evaluate_function: AddmmBackward0"):
         product(t, M, H, D), product(t, D, M, H)
         with t.op("aten::sum", [M, H]):
             t.launch(SUM)
     assert summary(chains_of(t, tmp_path)) == [
-        ("FusedMLP(activation='gelu')", "forward", 3, 2),
-        ("FusedMLP(activation='gelu')", "backward", 7, 4),
+        (f"FusedMLP(activation={activation!r})", "forward", 3, 2),
+        (f"FusedMLP(activation={activation!r})", "backward", 7, 4),
     ]
 
 
@@ -184,3 +191,141 @@ def test_equal_chains_are_grouped_and_told_once(tmp_path: Path) -> None:
     (group,) = grouped(chains_of(t, tmp_path))
     assert (group.count, group.saved) == (4, 12)
     assert "4 x forward [8192, 768 -> 3072 -> 768]: FusedGeGLUMLP makes 5 launches 2; 12 launches less" in str(group)
+
+
+def activation(t: TraceBuilder, m: int, n: int, name: str = "aten::relu", kernel: str = RELU) -> None:
+    with t.op(name, [m, n]):
+        t.launch(kernel)
+
+
+def test_products_that_do_not_read_what_is_activated_are_no_part_of_a_chain(tmp_path: Path) -> None:
+    t = TraceBuilder()
+    linear(t, 16, 32, 128), activation(t, 16, 128)
+    linear(t, 16, 64, 32)  # of another tensor: K is not 128
+    assert summary(chains_of(t, tmp_path)) == [("FusedLinearReLU", "forward", 2, 1)]
+
+
+def test_branches_are_no_stack(tmp_path: Path) -> None:
+    t = TraceBuilder()
+    for k, n in ((32, 128), (128, 64), (32, 16), (48, 16)):
+        linear(t, 16, k, n), activation(t, 16, n)
+    found = summary(chains_of(t, tmp_path))
+    assert found == [("FusedReLUMLP", "forward", 4, 1), *[("FusedLinearReLU", "forward", 2, 1)] * 2]
+
+
+@pytest.mark.parametrize("last", [128, 64])
+def test_gate_and_up_read_one_tensor(last: int, tmp_path: Path) -> None:
+    """fc1, activation, fc2 of one width and a multiplication are no gated layer: the inputs differ in width."""
+    t = TraceBuilder()
+    linear(t, 16, 32, 128), activation(t, 16, 128, "aten::gelu", GELU)
+    linear(t, 16, 128, 128)
+    with t.op("aten::mul", [16, 128], [16, 128]):
+        t.launch(MUL)
+    linear(t, 16, last, 32)
+    assert summary(chains_of(t, tmp_path)) == [("FusedMLP(activation='gelu_tanh')", "forward", 3, 2)]
+
+
+def test_a_gated_layer_whose_product_goes_elsewhere(tmp_path: Path) -> None:
+    t = TraceBuilder()
+    linear(t, 16, 32, 128), activation(t, 16, 128, "aten::gelu", GELU)
+    linear(t, 16, 32, 128)
+    with t.op("aten::mul", [16, 128], [16, 128]):
+        t.launch(MUL)
+    linear(t, 16, 64, 32)
+    assert summary(chains_of(t, tmp_path)) == [("FusedGeGLUMLP", "forward", 4, 1)]
+
+
+def test_a_scale_is_no_gate(tmp_path: Path) -> None:
+    t = TraceBuilder()
+    linear(t, 16, 128, 128), linear(t, 16, 128, 128), activation(t, 16, 128, "aten::gelu", GELU)
+    with t.op("aten::mul", [16, 128], []):
+        t.launch(MUL)
+    assert summary(chains_of(t, tmp_path)) == [("FusedLinearAct(activation='gelu_tanh')", "forward", 2, 1)]
+
+
+def test_a_sigmoid_gate_is_no_silu(tmp_path: Path) -> None:
+    t = TraceBuilder()
+    linear(t, 16, 32, 128), linear(t, 16, 32, 128)
+    activation(t, 16, 128, "aten::sigmoid", elementwise("at::native::sigmoid_kernel_cuda(x)::{lambda()#1}"))
+    with t.op("aten::mul", [16, 128], [16, 128]):
+        t.launch(MUL)
+    linear(t, 16, 128, 32)
+    assert summary(chains_of(t, tmp_path)) == [("FusedGLUMLP(activation='sigmoid')", "forward", 5, 2)]
+
+
+def test_streams_and_devices_have_chains_of_their_own(tmp_path: Path) -> None:
+    t = TraceBuilder()
+    for m, k, n in ((16, 32, 128), (16, 128, 32)):
+        for stream in (7, 20):
+            with t.op("aten::mm", [m, k], [k, n]):
+                t.launch(GEMM, stream=stream)
+        for stream in (7, 20) if n == 128 else ():
+            with t.op("aten::relu", [m, n]):
+                t.launch(RELU, stream=stream)
+    for event in t.events:
+        if event["args"].get("stream") == 20:
+            event["args"]["device"] = 1
+    assert summary(chains_of(t, tmp_path)) == [("FusedMLP(activation='relu')", "forward", 3, 2)] * 2
+
+
+@pytest.mark.parametrize("rows, layers, then", [(128, 4, 1), (128, 5, 5), (8192, 3, 3), (256, 2, 2)])
+def test_a_stack_is_one_launch_where_the_plan_says_so(rows: int, layers: int, then: int, tmp_path: Path) -> None:
+    t = TraceBuilder()
+    for _ in range(layers):
+        linear(t, rows, 1024, 1024), activation(t, rows, 1024)
+    assert summary(chains_of(t, tmp_path)) == [("FusedReLUMLP", "forward", 2 * layers, then)]
+
+
+@pytest.mark.parametrize("residual", [True, False])
+def test_a_backward_fuses_where_its_forward_does(residual: bool, tmp_path: Path) -> None:
+    """relu(linear(x) + x): a mask and two products in the backward, but no layer has the addition between them."""
+    t = TraceBuilder()
+    linear(t, 16, 128, 128, bias=True)
+    if residual:
+        with t.op("aten::add", [16, 128], [16, 128]):
+            t.launch(ADD)
+    activation(t, 16, 128)
+    with t.op("autograd::engine::evaluate_function: ReluBackward0"), t.op("aten::threshold_backward", [16, 128]):
+        t.launch(elementwise("at::native::(anonymous namespace)::threshold_kernel_impl<float>"))
+    with t.op("autograd::engine::evaluate_function: AddmmBackward0"):
+        product(t, 16, 128, 128), product(t, 128, 16, 128)
+        with t.op("aten::sum", [16, 128]):
+            t.launch(SUM)
+    backward = ("FusedLinearReLU", "backward", 4, 3)
+    assert summary(chains_of(t, tmp_path)) == ([] if residual else [("FusedLinearReLU", "forward", 2, 1), backward])
+
+
+def test_a_backward_alone_has_no_forward_to_go_by(tmp_path: Path) -> None:
+    t = TraceBuilder()
+    geglu_backward(t)
+    assert summary(chains_of(t, tmp_path)) == [("FusedGeGLUMLP", "backward", 10, 4)]
+
+
+def functor(name: str) -> str:
+    return elementwise(f"at::native::(anonymous namespace)::{name}(at::TensorIteratorBase&)::{{lambda()#1}}")
+
+
+@pytest.mark.parametrize("name", ["tanh", "leaky_relu", "hardswish", "hardtanh", "hardsigmoid"])
+@pytest.mark.parametrize("graph", [False, True])
+def test_activations_that_no_layer_has_are_no_chain(name: str, graph: bool, tmp_path: Path) -> None:
+    t = TraceBuilder()
+    if graph:
+        t.graph(GEMM, functor(f"{name}_kernel"), GEMM)
+    else:
+        (
+            linear(t, 16, 32, 128),
+            activation(t, 16, 128, f"aten::{name}", functor(f"{name}_kernel")),
+            linear(t, 16, 128, 32),
+        )
+    assert chains_of(t, tmp_path) == []
+
+
+def test_every_chain_names_an_activation_of_ours() -> None:
+    named = {"gelu", "relu", "silu", "sigmoid", "quick_gelu", "gelu_tanh", "relu2"}
+    assert named == ACTIVATIONS.keys() - {"identity"} == tokens.ACTIVATIONS & ACTIVATIONS.keys()
+
+
+def test_an_activation_of_another_shape_is_of_another_tensor(tmp_path: Path) -> None:
+    t = TraceBuilder()
+    linear(t, 16, 32, 128), activation(t, 128, 16, "aten::gelu", GELU)
+    assert chains_of(t, tmp_path) == []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -74,9 +74,9 @@ def compare_launches(
 ) -> LaunchComparison:
     """Count the kernels of ``eager(*inputs)`` and ``fused(*inputs)``, and with ``backward`` of their training steps.
 
-    In a step every output tensor that requires a gradient gets one of ones; gradients of the inputs and of the modules'
-    parameters start as None and are None afterwards. Raises what count_launches() raises, and ValueError where
-    ``backward`` is asked of outputs that require no gradient.
+    In a step every output tensor that requires a gradient gets one of ones; gradients of the inputs and of
+    parameters start as None and are None afterwards; random numbers and running statistics move on as in any call.
+    Raises what count_launches() raises, and ValueError where ``backward`` is asked of outputs that require no gradient.
     """
     found = [count_launches(partial(call, *inputs), warmup=warmup) for call in (eager, fused)]
     if not backward:
@@ -86,9 +86,12 @@ def compare_launches(
 
 
 def training_step(call: Callable[..., Any], *inputs: Any, keywords: dict[str, Any] | None = None) -> Callable[[], None]:
-    """A function that runs ``call(*inputs, **keywords)`` and its backward, and leaves no gradients behind."""
-    named = keywords or {}
-    leaves = [x for x in (*inputs, *named.values()) if isinstance(x, Tensor) and x.is_leaf]
+    """A function that runs ``call(*inputs, **keywords)`` and its backward, down to the inputs, and leaves no gradients
+    behind."""
+    named = {name: _own(x) for name, x in (keywords or {}).items()}
+    inputs = tuple(map(_own, inputs))
+    # Known ahead, and completed by the graph: reentrant checkpoints hide from it what they compute.
+    leaves = [x for x in tensors_in([*inputs, *named.values()]) if x.is_leaf]
     leaves += list(call.parameters()) if isinstance(call, nn.Module) else []
     ones: list[Tensor] = []
 
@@ -98,11 +101,37 @@ def training_step(call: Callable[..., Any], *inputs: Any, keywords: dict[str, An
             raise ValueError("a training step needs an output that requires a gradient; none of these does")
         if [(o.shape, o.dtype, o.device) for o in ones] != [(y.shape, y.dtype, y.device) for y in outputs]:
             ones[:] = [torch.ones_like(y, requires_grad=False) for y in outputs]
+            known = set(map(id, leaves))
+            leaves.extend(leaf for leaf in _leaves(outputs) if id(leaf) not in known)
+            for leaf in leaves:
+                leaf.grad = None
         torch.autograd.backward(outputs, ones)
         for leaf in leaves:
             leaf.grad = None
 
     return step
+
+
+def _own(value: Any) -> Any:
+    """An input without the graph that it comes from, which a first backward would free."""
+    if isinstance(value, Tensor) and not value.is_leaf:
+        return value.detach().requires_grad_()
+    return value
+
+
+def _leaves(outputs: Sequence[Tensor]) -> list[Tensor]:
+    """Every tensor that a backward of these outputs gives a gradient, whoever holds it."""
+    found, seen = [y for y in outputs if y.is_leaf], set()
+    nodes: list[Any] = [y.grad_fn for y in outputs]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.append(node.variable)
+        nodes += [below for below, _ in node.next_functions]
+    return found
 
 
 def tensors_in(output: Any) -> list[Tensor]:

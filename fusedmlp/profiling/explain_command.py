@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -32,13 +33,14 @@ def _positive(text: str) -> int:
 
 def main(args: argparse.Namespace) -> int:
     """Returns the exit code: 0, or 2 where the file cannot be read as a trace or a report cannot be written."""
-    from .tables import progress_bar
+    from .tables import any_name, progress_bar
     from .trace.load import load
     from .trace.stream import TraceError
     from .trace_report import TraceReport
 
+    any_name()
     path = Path(args.trace)
-    size = path.stat().st_size if path.is_file() else 0
+    size = os.path.getsize(path) if os.path.isfile(path) else 0
     try:
         with progress_bar(size, path.name) as progress:
             report = TraceReport(load(path, progress))
@@ -47,22 +49,25 @@ def main(args: argparse.Namespace) -> int:
         return 2
     try:
         _write(report, args)
+        sys.stdout.flush()
+    except BrokenPipeError:  # `| head` has seen enough; Python would complain again when it flushes at the end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
         print(f"fusedmlp explain: {error.filename}: cannot be written: {error.strerror}", file=sys.stderr)
         return 2
-    if args.json != "-":
-        report.show(args.top)
     return 0
 
 
 def _write(report: Any, args: argparse.Namespace) -> None:
-    if args.json:
-        text = json.dumps(report.as_dict(), indent=1)
-        if args.json == "-":
-            print(text)
-        else:
-            Path(args.json).write_text(text + "\n", encoding="utf-8")
+    """Files first, then what goes to stdout."""
+    text = json.dumps(report.as_dict(), indent=1) if args.json else ""
+    if args.json and args.json != "-":
+        Path(args.json).write_text(text + "\n", encoding="utf-8")
     if args.html:
         from .html import write_html
 
         write_html(args.html, [report], title=Path(args.trace).name)
+    if args.json == "-":
+        print(text)
+    else:
+        report.show(args.top)

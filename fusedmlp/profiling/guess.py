@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from .. import explain, operations, saving
-from .host_counts import HostCounter
+from .host_counts import HostCounter, composite
 
 LONG_SUM = 1024  # elements that a sum adds up into one, beyond which Inductor splits it
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "convolution", "convolution_backward")
@@ -125,6 +125,8 @@ class _Recorder(HostCounter):
         return self._viewed.get(id(tensor), id(tensor))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if composite(func):
+            return super().__torch_dispatch__(func, types, args, kwargs)
         before = len(self.names)
         result = super().__torch_dispatch__(func, types, args, kwargs)
         inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]

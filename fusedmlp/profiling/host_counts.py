@@ -60,6 +60,9 @@ class HostCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if composite(func):
+            with self:
+                return func.decompose(*args, **kwargs)
         if func.namespace in ("aten", "prims"):
             self._count(func, args, kwargs)
         elif func.namespace not in _BOOKKEEPING:
@@ -83,6 +86,13 @@ class HostCounter(TorchDispatchMode):
             self.names.append(f"aten.{name} {source.dtype} -> {target}".replace("torch.", ""))
         else:
             self.copies += 1
+
+
+def composite(func: Any) -> bool:
+    """Whether an operation is one of others that autograd has not taken apart, as it does but in inference mode."""
+    if not torch.is_inference_mode_enabled():
+        return False
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
 
 
 def _watch_interpreter(names: list[str]) -> Callable[[], None] | None:

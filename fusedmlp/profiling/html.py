@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from .names import decode
-from .trace.model import Op, Work
+from .trace.model import ApiCall, Op, Work
 from .trace.stats import KernelStats
 from .trace_report import TraceReport
 
-MAX_ITEMS = 20_000  # of one step; beyond, the shortest host operations are left out
+MAX_ITEMS = 20_000  # of the host, and of the device, in one step; beyond, the shortest are left out
 _KINDS = {"copy": "copy", "fill": "copy", "memcpy": "copy", "memset": "copy", "softmax": "reduction"}
 _KINDS |= {"norm": "reduction"}
 _DRAWN = {"gemm", "attention", "convolution", "elementwise", "reduction"}
@@ -40,8 +40,8 @@ def write_html(path: str | Path, reports: Sequence[TraceReport], page: Page | No
         "guesses": list(page.guesses),
         "variants": [_variant(name, report) for name, report in zip(names, reports, strict=True)],
     }
-    # "</script>" in a name would end the element that holds the data.
-    text = json.dumps(content).replace("</", "<\\/")
+    # "</script>" in a name would end the element that holds the data, "<!--<script>" would hide its end.
+    text = json.dumps(content).replace("<", "\\u003c")
     template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     path = Path(path)
     path.write_text(template.replace("__DATA__", text), encoding="utf-8")
@@ -71,22 +71,24 @@ def _lanes(report: TraceReport) -> tuple[list[dict[str, Any]], float]:
     step, work = report.trace.steps[report.step], report.work
     begin = step.start
     end = max([step.end, *(w.end for w in work)])
-    ops = [o for o in report.trace.ops if o.start >= begin and o.end <= end]
-    ops = sorted(sorted(ops, key=lambda o: -o.duration)[:MAX_ITEMS], key=lambda o: o.start)
+    host: list[Op | ApiCall] = [*report.trace.ops, *report.trace.calls]
     threads: dict[int, list[dict[str, Any]]] = defaultdict(list)
-    for op in ops:
-        threads[op.thread].append(_box(op.name, op.start - begin, op.duration, len(op.line()) - 1, "op"))
-    for call in report.trace.calls:
-        if begin <= call.start and call.end <= end:
-            depth = len(call.op.line()) if call.op is not None else 0
-            threads[call.thread].append(_box(call.name, call.start - begin, call.duration, depth, "call"))
+    for item in _longest([e for e in host if e.start >= begin and e.end <= end]):
+        around = item.parent if isinstance(item, Op) else item.op
+        depth, kind = len(around.line()) if around is not None else 0, "op" if isinstance(item, Op) else "call"
+        threads[item.thread].append(_box(item.name, item.start - begin, item.duration, depth, kind))
     lanes = [_lane(f"host thread {i + 1}", items) for i, items in enumerate(threads.values())]
     streams: dict[tuple[int, int], list[Work]] = defaultdict(list)
-    for w in work:
+    for w in _longest(work):
         streams[w.device, w.stream].append(w)
     for (device, stream), items in sorted(streams.items()):
         lanes.append(_lane(f"cuda:{device} stream {stream}", [_work(w, begin) for w in items]))
     return lanes, end - begin
+
+
+def _longest(events: Sequence[Any]) -> list[Any]:
+    """What is drawn of some events, in order of start."""
+    return sorted(sorted(events, key=lambda e: -e.duration)[:MAX_ITEMS], key=lambda e: e.start)
 
 
 def _lane(name: str, items: list[dict[str, Any]]) -> dict[str, Any]:

@@ -123,6 +123,7 @@ class LaunchCapture:
         self._counts: LaunchCounts | None = None
 
     def __enter__(self) -> LaunchCapture:
+        self._counts = None
         if not torch.cuda.is_available():
             warn_of_host_counts()
             self._host = HostCounter()

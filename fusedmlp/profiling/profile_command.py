@@ -32,7 +32,9 @@ def add_parser(commands: Any) -> None:
     model.add_argument(
         "target", metavar="CONFIG|MODULE:FUNCTION", help="LlamaConfig, ViTConfig, ..., or what returns (module, inputs)"
     )
-    model.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="settings of the configuration")
+    model.add_argument(
+        *("--set",), nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="settings of the configuration"
+    )
     for sub in (linear, mlp, model):
         _shared(sub, shape=sub is not model)
 
@@ -63,9 +65,11 @@ def _size(text: str) -> int:
 
 def main(args: argparse.Namespace) -> int:
     """Returns 0; 1 where a guess for eager or fused was wrong; 2 for a request that cannot be met here."""
+    from .tables import any_name
     from .trace.stream import TraceError
     from .workloads import WorkloadError
 
+    any_name()
     try:
         return _run(args)
     except (WorkloadError, TraceError) as error:

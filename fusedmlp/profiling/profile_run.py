@@ -64,6 +64,12 @@ def _word(name: str) -> str:
     return decode(name).text
 
 
+def _role(name: str) -> str:
+    from .names import decode
+
+    return decode(name).details.get("role", "")
+
+
 @dataclass(frozen=True)
 class Ceilings:
     """What this card reaches: TFLOP/s of an 8192 cubed product, TB/s of a copy (bytes read and written)."""
@@ -133,7 +139,7 @@ def run_variant(
     path = record_trace(call, out / trace_name(workload, chosen, pass_))
     report = TraceReport(load(path))
     kernels = [w for w in report.work if w.kind == "kernel"]
-    split = sum("splitKreduce" in w.name for w in kernels)
+    split = sum(_role(w.name).startswith("splitK") for w in kernels)
     seen: int | None = len(kernels) - split
     if not torch.cuda.is_available():
         seen = None if chosen.kind == "compile" else count_on_host(call).kernels

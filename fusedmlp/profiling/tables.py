@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +15,12 @@ def _rich() -> bool:
     except ImportError:
         return False
     return True
+
+
+def any_name() -> None:
+    """Let stdout escape what its encoding lacks: names in a trace, and of files, hold any character."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def show_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], left: Sequence[int] = (0,)) -> None:

@@ -6,18 +6,20 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from .names import decode
+from .names.gemm import BESIDE
 from .trace.model import Work
 from .trace.stats import StepStats
-from .trace.tokens import _compute_op, _itemsize, product_dims
+from .trace.tokens import _compute_op, _itemsize, batch, product_dims
 
 LAUNCH_BOUND = 0.25  # of a step's device time spent waiting for the host
+_COMPUTE = {"gemm", "convolution", "attention"}
 _TRAFFIC = {"elementwise", "copy", "fill", "reduction", "norm", "softmax", "index", "optimizer", "random", "loss"}
 
 
 @dataclass(frozen=True)
 class Product:
-    """One matrix product. M, N, K: its sizes. us: device time. flop, bytes: what it has to compute and to move at
-    least (each operand once)."""
+    """One matrix product, or a batch of them. M, N, K: its sizes, the rows of a batch in M. us: device time. flop,
+    bytes: what it has to compute and to move at least (each operand once). batch: matrices of the second operand."""
 
     name: str
     M: int
@@ -25,6 +27,7 @@ class Product:
     K: int
     itemsize: int
     us: float
+    batch: int = 1
 
     @property
     def flop(self) -> int:
@@ -32,7 +35,7 @@ class Product:
 
     @property
     def bytes(self) -> int:
-        return self.itemsize * (self.M * self.K + self.N * self.K + self.M * self.N)
+        return self.itemsize * (self.M * self.K + self.batch * self.N * self.K + self.M * self.N)
 
     @property
     def tflop_s(self) -> float:
@@ -45,7 +48,8 @@ class Product:
 
 @dataclass(frozen=True)
 class Verdict:
-    """word: "launch-bound", "compute-bound" or "memory-bound"; why: the numbers, one sentence."""
+    """word: "launch-bound", "compute-bound", "memory-bound", or "undecided" where no kernel is of either kind. why: the
+    numbers, one sentence."""
 
     word: str
     why: str
@@ -58,12 +62,13 @@ def products(work: Iterable[Work]) -> list[Product]:
     """The products among some kernels whose sizes the profile recorded, one for each launch."""
     found = []
     for w in work:
-        if w.kind != "kernel" or decode(w.name).family != "gemm":
+        name = decode(w.name)
+        if w.kind != "kernel" or name.family != "gemm" or name.details.get("role") in BESIDE:
             continue
         op = _compute_op(w.op)
         dims, size = product_dims(op), _itemsize(op)
-        if dims and size and "splitK" not in w.name:
-            found.append(Product(w.name, *dims, size, w.duration))
+        if dims and size:
+            found.append(Product(w.name, *dims, size, w.duration, batch(op)))
     return found
 
 
@@ -87,13 +92,16 @@ def judge(step: StepStats, work: Sequence[Work], ceilings: dict[str, float] | No
     found = products(work)
     busy = step.kernel_us or 1.0
     kernels = [w for w in work if w.kind == "kernel"]
-    traffic = sum(w.duration for w in kernels if decode(w.name).family in _TRAFFIC) / busy
-    share = sum(w.duration for w in kernels if decode(w.name).family == "gemm") / busy
-    head = f"products take {share:.0%} of kernel time, elementwise work, copies and reductions {traffic:.0%}"
-    word = "memory-bound" if traffic > share else "compute-bound"
-    if not found:
-        return Verdict(word, head)
+    share, compute, traffic = (
+        sum(w.duration for w in kernels if decode(w.name).family in families) / busy
+        for families in ({"gemm"}, _COMPUTE, _TRAFFIC)
+    )
+    others = f", convolutions and attention {compute - share:.0%}" if compute > share else ""
+    head = f"products take {share:.0%} of kernel time{others}, elementwise work, copies and reductions {traffic:.0%}"
+    word = "memory-bound" if traffic > compute else "compute-bound" if compute else "undecided"
     us = sum(p.us for p in found)
+    if not us:
+        return Verdict(word, head)
     rate, speed = sum(p.flop for p in found) / us / 1e6, sum(p.bytes for p in found) / us / 1e6
     known = "" if us / busy > share - 0.01 else f" (those whose sizes are known, {us / busy:.0%})"
     head += f"; products{known} run at {rate:.0f} TFLOP/s and {speed:.2f} TB/s"

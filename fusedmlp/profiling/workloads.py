@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from .assertions import training_step
 
@@ -92,32 +93,47 @@ def model_workload(target: str, settings: Sequence[str], batch: int, seq: int, d
     Raises WorkloadError where there is no such thing.
     """
     if ":" in target:
-        return _users_model(target, dtype, device)
-    return _transformers_model(target, settings, batch, seq, dtype, device)
+        workload = _users_model(target, dtype, device)
+    else:
+        workload = _transformers_model(target, settings, batch, seq, dtype, device)
+    try:
+        variant(workload, "eager").forward()
+    except Exception as error:  # what others wrote may raise anything
+        raise WorkloadError(f"{target} does not run on its inputs: {type(error).__name__}: {error}") from error
+    return workload
 
 
 def _users_model(target: str, dtype: str, device: str) -> Workload:
     place, name = target.split(":", 1)
     try:
-        made = getattr(importlib.import_module(place), name)()
-    except (ImportError, AttributeError) as error:
+        make = getattr(importlib.import_module(place), name)
+        if not callable(make):
+            raise TypeError(f"{name} is no function")
+    except Exception as error:  # an import runs what others wrote, which may raise anything
         raise WorkloadError(
-            f"{target}: cannot be called: {error}; give MODULE:FUNCTION that Python can import"
+            f"{target}: cannot be called: {type(error).__name__}: {error}; give MODULE:FUNCTION that Python can import"
         ) from error
+    try:
+        made = make()
+    except Exception as error:
+        raise WorkloadError(f"{target} raised {type(error).__name__}: {error}") from error
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
         raise WorkloadError(f"{target} must return (module, inputs), it returned {type(made).__name__}")
     module, inputs = made
-    inputs = inputs if isinstance(inputs, (tuple, list, dict)) else (inputs,)
+    inputs = inputs if isinstance(inputs, (tuple, list, Mapping)) else (inputs,)
     module = module.to(device, DTYPES[dtype])
-    if isinstance(inputs, dict):
+    if isinstance(inputs, Mapping):
         return Workload(name, target, module, (), {k: _moved(v, dtype, device) for k, v in inputs.items()})
     return Workload(name, target, module, tuple(_moved(v, dtype, device) for v in inputs), {})
 
 
 def _moved(value: Any, dtype: str, device: str) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    return value.detach().to(device, DTYPES[dtype] if value.is_floating_point() else value.dtype)
+    """A value, or all tensors within it, on the device and in the dtype."""
+
+    def moved(x: Tensor) -> Tensor:
+        return x.detach().to(device, DTYPES[dtype] if x.is_floating_point() else x.dtype)
+
+    return tree_map_only(Tensor, moved, value)
 
 
 def _transformers_model(
@@ -130,8 +146,12 @@ def _transformers_model(
     config_class = getattr(transformers, target, None)
     if config_class is None or not target.endswith("Config"):
         raise WorkloadError(f"{target} is no configuration class of transformers, such as LlamaConfig or ViTConfig")
-    config = config_class(**dict(_setting(text) for text in settings))
-    model = transformers.AutoModel.from_config(config).to(device, DTYPES[dtype])
+    chosen = dict(_setting(text) for text in settings)
+    try:
+        config = config_class(**chosen)
+        model = transformers.AutoModel.from_config(config).to(device, DTYPES[dtype])
+    except Exception as error:  # transformers' own checks, and those of PyTorch's layers
+        raise WorkloadError(f"{target} cannot be made with {chosen}: {type(error).__name__}: {error}") from error
     inputs: dict[str, Any]
     if hasattr(config, "image_size") and hasattr(config, "num_channels"):
         side = config.image_size if isinstance(config.image_size, int) else config.image_size[0]

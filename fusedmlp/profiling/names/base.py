@@ -72,7 +72,11 @@ _DTYPES = (
     ("int", "int32"),
 )
 _CPP_DTYPE = re.compile(
-    "|".join(rf"(?<![\w:]){re.escape(spelt)}(?!\w)" for spelt, _ in _DTYPES if not re.fullmatch(r"[a-z]*f\d+", spelt))
+    "|".join(
+        rf"(?<![\w:])(?<!unsigned ){re.escape(spelt)}(?!\w)"
+        for spelt, _ in _DTYPES
+        if not re.fullmatch(r"[a-z]*f\d+", spelt)
+    )
 )
 _MEANING = dict(_DTYPES)
 

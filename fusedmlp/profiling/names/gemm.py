@@ -49,6 +49,9 @@ _HELPERS = (
     ("magma_", "product by MAGMA", "gemm"),
 )
 
+# Those that are no product: the time is the product's, the FLOP are in it already.
+BESIDE = {"splitKreduce", "splitKreduce_kernel", "cublasLt::epilogue", "reduce_1Block_kernel", "scal_kernel"}
+
 
 def decode_gemm(name: str) -> KernelName | None:
     """A matrix product or its helper, else None."""

@@ -17,6 +17,9 @@ _PATTERNS = (
     (r"nccl\w*AllGather", "all-gather", "collective"),
     (r"nccl\w*ReduceScatter", "reduce-scatter", "collective"),
     (r"nccl", "collective", "collective"),
+    (r"Conv\dd?Wgrad", "convolution's weight gradient", "convolution"),
+    (r"Conv\dd?Dgrad", "convolution's input gradient", "convolution"),
+    (r"ImplicitGemmConvolution", "convolution", "convolution"),
     (r"nchwToNhwc|nhwcToNchw|nchw2nhwc|nhwc2nchw|transform\w*layout|NhwcPad\w*|pad_\w*kernel", "layout change", "copy"),
     (r"bn_fw|bn_fwd|batchnorm_fwd", "batch norm", "norm"),
     (r"bn_bw|bn_bwd|batchnorm_bwd", "batch norm backward", "norm"),
@@ -61,7 +64,8 @@ def decode_library(name: str) -> KernelName | None:
         if not re.search(pattern, name):
             continue
         library = _library(name)
-        types = dtypes_in(name)
+        # The parameters behind the template's arguments are sizes and scales; bool is a switch.
+        types = [t for t in dtypes_in(name.split(">(", 1)[0]) if t != "bool"]
         details: dict[str, str] = {"dtypes": ", ".join(types)} if types else {}
         if family == "attention" and (
             traits := re.search(r"kernel_traits<(?:\(int\))?(\d+), (?:\(int\))?(\d+), (?:\(int\))?(\d+)", name)

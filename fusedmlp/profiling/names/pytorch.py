@@ -30,12 +30,12 @@ _FUNCTORS = (
     (r"silu_backward_kernel", "silu_backward"),
     (r"silu_kernel", "silu"),
     (r"threshold_kernel_impl", "threshold_backward"),
-    (r"clamp_min_scalar|relu_kernel", "relu"),
+    (r"clamp_min_scalar|\brelu_kernel", "relu"),
     (r"launch_clamp_scalar|clamp_kernel", "clamp"),
-    (r"sigmoid_backward", "sigmoid_backward"),
-    (r"sigmoid_kernel", "sigmoid"),
-    (r"tanh_backward", "tanh_backward"),
-    (r"tanh_kernel", "tanh"),
+    (r"\bsigmoid_backward", "sigmoid_backward"),
+    (r"\bsigmoid_kernel", "sigmoid"),
+    (r"\btanh_backward", "tanh_backward"),
+    (r"\btanh_kernel", "tanh"),
     (r"hardswish_backward", "hardswish_backward"),
     (r"leaky_relu_backward", "leaky_relu_backward"),
     (r"masked_fill_kernel", "masked_fill"),
@@ -120,11 +120,14 @@ def decode_pytorch(name: str) -> KernelName | None:
 
 def _elementwise(match: re.Match[str], name: str) -> KernelName:
     args = match["args"].split(">(", 1)[0]
-    operation = _functor(args)
-    types = dtypes_in(args)
+    operation = _functor(re.sub(r"at::native::gpu_kernel_impl\w*<", "", args))
+    # MulFunctor<float> of a BinaryFunctor<c10::BFloat16, ...> computes in float32, of tensors in bfloat16.
+    types = dtypes_in(re.sub(r"(binary_internal::\w+)<[\w:]+>", r"\1", args))
     details = {"functor": operation, "loop": match["loop"].removesuffix("_kernel")}
     if types:
         details["dtypes"] = ", ".join(types)
+    if form := re.search(r"Gelu\w*CUDAKernelImpl\(.*?\)::\{lambda\(\)#([12])\}", args):  # in the order of its branches
+        details["form"] = "tanh" if form.group(1) == "1" else "erf"
     if match["loop"].startswith("vectorized") and (width := _VECTOR.match(args)):
         details["vector"] = f"{width.group(1)} elements an access"
     if "distribution" in match["loop"]:
@@ -151,7 +154,9 @@ def _functor(args: str) -> str:
 
 
 def _reduction(name: str) -> KernelName:
-    types = dtypes_in(name)
+    # What is read and what is written; sums have a type of their own in between.
+    ends = re.search(r"ReduceOp<([\w:]+),.*unsigned int, ([\w:]+), \d", name)
+    types = dtypes_in(", ".join(ends.groups()) if ends else name)
     operation = next((op for pattern, op in _REDUCTIONS if re.search(pattern, name)), "reduction")
     details = {"reduces by": operation} | ({"dtypes": ", ".join(types)} if types else {})
     return KernelName(f"{operation}{_of(types)}, a reduction (PyTorch)", "reduction", "PyTorch", details, (operation,))

@@ -1,18 +1,19 @@
 """Find the chains of kernels that one of our layers replaces: which layer, and what it would save.
 
-A trace has no tensors, so a chain is a pattern in the order of launches, checked by the sizes of the operations where
-the profile recorded shapes. What it saves are launches of the layer's plan where cuBLAS does not split a product, and
-the traffic of the tensors that are no longer written and read again.
+A trace has no tensors, so a chain is a pattern in the order of launches of one stream, checked by the sizes of the
+operations where the profile recorded shapes. What it saves are launches of the layer's plan where cuBLAS does not split
+a product, and the traffic of the tensors that are no longer written and read again.
 """
 
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from .model import Work
-from .tokens import ACT, ACT_MUL, GEMM, GRAD, GRAD_MUL, GRAD_SUM, MUL, RELU, SUM, Token, tokens
+from .tokens import ACT, ACT_MUL, GEMM, GRAD, GRAD_MUL, GRAD_SUM, MUL, RELU, SUM, Token, launched, tokens
 
 
 @dataclass(frozen=True)
@@ -67,8 +68,21 @@ _PATTERNS = (
 
 def find_chains(work: Sequence[Work]) -> list[Chain]:
     """The chains among the work of one step, in order of launch."""
-    row = tokens(work)
-    training = any(t.backward or t.char in (GRAD, GRAD_MUL) for t in row)
+    streams: dict[tuple[int, int], list[Work]] = defaultdict(list)
+    for w in work:
+        streams[w.device, w.stream].append(w)
+    rows = [tokens(part) for part in streams.values()]
+    training = any(t.backward or t.char in (GRAD, GRAD_MUL) for row in rows for t in row)
+    found = [chain for row in rows for chain in _chains_of(row, training)]
+    # What lies between a product and its activation in the forward, such as a residual, leaves no mark in the backward.
+    if any(t.char == GEMM and t.work[0].op is not None and not t.backward for row in rows for t in row):
+        forward = {c.activation for c in found if c.direction == "forward"}
+        found = [c for c in found if c.direction == "forward" or c.activation in forward]
+    return sorted(found, key=lambda c: launched(c.work[0]))
+
+
+def _chains_of(row: list[Token], training: bool) -> list[Chain]:
+    """The chains of one stream."""
     text = "".join(t.char for t in row)
     found: list[Chain] = []
     at = 0
@@ -93,23 +107,43 @@ def _match(pattern: _Pattern, text: str, row: list[Token], at: int) -> tuple[_Pa
         return None
     if pattern.direction == "backward":
         return pattern, taken
-    # The last product, down or fc2, is not what its sizes are checked against.
-    inner = taken[:-1] if pattern.kind in ("glu", "mlp") and taken[-1].char == GEMM else taken
-    return (pattern, taken) if _sizes_fit(pattern.kind, inner) else None
+    fitting = _fitting(pattern.kind, taken)
+    return (pattern, fitting) if fitting else None
 
 
-def _sizes_fit(kind: str, inner: Sequence[Token]) -> bool:
-    """Whether what is activated and multiplied has the size of the products before it."""
+def _fitting(kind: str, taken: list[Token]) -> list[Token]:
+    """What of a forward chain belongs together by its sizes: all, its beginning, or nothing."""
     if kind == "relu_stack":
-        pairs = [inner[i : i + 2] for i in range(0, len(inner), 2)]
-        return all(_sizes_fit("linear_act", pair) for pair in pairs)
-    known = {t.numel for t in inner if t.numel}
-    return len(known) <= 1
+        size = 2
+        while size < len(taken) and _reads(taken[size], taken[size - 2]) and _alike(taken[size : size + 2]):
+            size += 2
+        return taken[:size] if size > 2 and _alike(taken[:2]) else []
+    # The last product, down or fc2, is of another size; what it reads is that of the others.
+    ends = kind in ("glu", "mlp") and taken[-1].char == GEMM
+    inner = taken[:-1] if ends else taken
+    products = [t.dims for t in inner if t.char == GEMM and t.dims]
+    if not _alike(inner) or len(set(products)) > 1:  # gate and up read the same
+        return []
+    if ends and not _reads(taken[-1], taken[0]):
+        return inner if kind == "glu" else []
+    return taken
+
+
+def _alike(inner: Sequence[Token]) -> bool:
+    """Whether what is activated and multiplied has the size of the products before it."""
+    widths = {t.dims[1] if t.dims else t.width for t in inner if t.numel}
+    return len({t.numel for t in inner if t.numel}) <= 1 and len(widths) <= 1
+
+
+def _reads(product: Token, made: Token) -> bool:
+    """Whether a product can read what another one made; where the sizes are not known, it may."""
+    if not product.dims or not made.dims:
+        return True
+    return (product.dims[0], product.dims[2]) == made.dims[:2]
 
 
 def _chain(pattern: _Pattern, taken: Sequence[Token], training: bool) -> Chain:
     activation = next((t.activation for t in taken if t.activation), "")
-    activation = "relu" if activation == "threshold" else activation
     now = sum(len(t.work) for t in taken)
     then = _launches(pattern, taken)
     bias = any(t.char in (SUM, GRAD_SUM) for t in taken)
@@ -125,7 +159,7 @@ def _launches(pattern: _Pattern, taken: Sequence[Token]) -> int:
     products = sum(t.char == GEMM for t in taken)
     if pattern.direction == "forward":
         if pattern.kind == "relu_stack":
-            return 1
+            return 1 if _in_one_launch([t.dims for t in taken if t.char == GEMM and t.dims]) else products
         ends_in_product = taken[-1].char == GEMM
         return 2 if pattern.kind in ("glu", "mlp") and ends_in_product else 1
     if pattern.kind == "glu":  # the hidden gradient, dWdown, dX, dWgate and dWup in one: less where some are not wanted
@@ -133,6 +167,14 @@ def _launches(pattern: _Pattern, taken: Sequence[Token]) -> int:
     if pattern.kind == "mlp":
         return products
     return products + 1  # the mask of the last layer is a launch of its own
+
+
+def _in_one_launch(dims: Sequence[tuple[int, int, int]]) -> bool:
+    """As plan.stack_fits(), of a device as large as an H100 or H200."""
+    if not dims:
+        return True
+    tiles = -(-dims[0][0] // 32) * max(-(-n // 32) for _, n, _ in dims)
+    return len(dims) <= 4 and dims[0][0] <= 256 and tiles <= 132
 
 
 def _layer(kind: str, activation: str) -> str:

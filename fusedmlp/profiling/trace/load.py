@@ -74,7 +74,11 @@ class _Reader:
 
     def _keep(self, category: str, event: dict[str, Any]) -> None:
         args = event.get("args") or {}
-        name, start, duration = self._name(event.get("name", "")), _time(event["ts"]), _time(event.get("dur", 0))
+        name, start, duration = (
+            self._name(event.get("name", "")),
+            _time(event["ts"]),
+            max(0.0, _time(event.get("dur", 0))),
+        )
         if category in _WORK:
             self._keep_work(_WORK[category], name, start, duration, event, args)
             return
@@ -83,7 +87,7 @@ class _Reader:
             correlation = _number(args.get("correlation", -1))
             self.trace.calls.append(ApiCall(name, start, duration, thread, correlation))
             return
-        if category == "user_annotation" and _STEP.match(name):
+        if _STEP.match(name):  # an operation in older profiles, an annotation since
             self.trace.steps.append(Step(name, start, duration))
             return
         op = Op(name, start, duration, thread, *self._arguments(args), _number(args.get("Sequence number", -1)))
@@ -172,7 +176,10 @@ def _number(value: Any) -> int:
 
 
 def _shape(dims: Any) -> tuple[int, ...]:
-    return tuple(d for d in dims if isinstance(d, int)) if isinstance(dims, list) else ()
+    found = tuple(d for d in dims if isinstance(d, int)) if isinstance(dims, list) else ()
+    if any(d >= 2**63 for d in found):
+        raise ValueError("a dimension of 2**63 or more")
+    return found
 
 
 def _nest(trace: Trace) -> None:

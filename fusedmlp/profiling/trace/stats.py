@@ -194,7 +194,7 @@ def _steps(trace: Trace, launching: Sequence[ApiCall], waits: Sequence[_Wait]) -
 def _step(step: Step, work: Sequence[Work], launching: Sequence[ApiCall], waits: Sequence[_Wait]) -> StepStats:
     kinds = [w.kind for w in work]
     by_device = [[w for w in work if w.device == d] for d in {w.device for w in work}]
-    first = work[0].start if work else 0.0
+    first = {part[0].device: part[0].start for part in by_device}
     return StepStats(
         name=step.name,
         kernels=kinds.count("kernel"),
@@ -204,8 +204,8 @@ def _step(step: Step, work: Sequence[Work], launching: Sequence[ApiCall], waits:
         kernel_us=sum(w.duration for w in work if w.kind == "kernel"),
         busy_us=sum(busy_us(part) for part in by_device),
         idle_us=sum(_idle_us(part) for part in by_device),
-        # The pause before a step's first work is none of the step's.
-        waiting_us=sum(wait.us for wait in waits if wait.start >= first),
+        # The pause before a device's first work of a step is none of the step's.
+        waiting_us=sum(wait.us for wait in waits if wait.start >= first[wait.work.device]),
         launch_us=sum(c.duration for c in launching),
     )
 

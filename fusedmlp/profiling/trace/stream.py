@@ -83,6 +83,8 @@ class _Window:
                 if self.ended or len(self.text) - self.at > MAX_VALUE:
                     cut = "the file is cut off, or " if self.ended else ""
                     raise self.error(f"{cut}not valid JSON: {error.msg}") from error
+            except ValueError as error:  # Python refuses integers of thousands of digits
+                raise self.error(f"not a trace: {error}") from error
             except RecursionError as error:
                 raise self.error("not a trace: its values are nested too deeply") from error
             else:

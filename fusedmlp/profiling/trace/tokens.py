@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
+from ...activations import ACTIVATIONS as OURS
 from ..names import KernelName, decode
+from ..names.gemm import BESIDE
 from ..names.inductor import VIEWS
 from .model import Op, Work
 
@@ -40,18 +42,21 @@ class Token:
 
 
 def tokens(work: Sequence[Work]) -> list[Token]:
-    """Tokens of the kernels of one step, in the order in which they were launched. Casts, copies, fills and the
-    reductions of split products are part of no pattern and stand in no one's way: they are left out."""
-    ordered = sorted(
-        (w for w in work if w.kind == "kernel"), key=lambda w: (w.call.start if w.call else w.start, w.start)
-    )
+    """Tokens of the kernels of one step, in the order in which they were launched. Casts, copies, fills and what
+    cuBLAS launches beside a product are part of no pattern and stand in no one's way: they are left out."""
+    ordered = sorted((w for w in work if w.kind == "kernel"), key=launched)
     found: list[Token] = []
     for w in ordered:
         name = decode(w.name)
-        if name.family in ("copy", "fill") or name.details.get("role", "").startswith("splitK"):
+        if name.family in ("copy", "fill") or name.details.get("role") in BESIDE:
             continue
         found.append(_token(w, name))
-    return _composites(found)
+    return [t if not t.activation or t.activation in OURS else replace(t, char=OTHER) for t in _composites(found)]
+
+
+def launched(work: Work) -> tuple[float, float]:
+    """A key of the order of launch."""
+    return (work.call.start if work.call else work.start, work.start)
 
 
 def _token(work: Work, name: KernelName) -> Token:
@@ -81,11 +86,21 @@ def _char(name: KernelName, op: Op | None, backward: bool) -> tuple[str, str]:
         return (SUM if "sum" in operations else OTHER), ""
     for group, plain in ((BACKWARDS, GRAD), (ACTIVATIONS, ACT)):
         if hit := sorted(operations & group):
-            return (RELU if hit == ["relu"] else plain), hit[0].removesuffix("_backward")
+            activation = hit[0].removesuffix("_backward").replace("threshold", "relu")
+            activation = "gelu_tanh" if name.details.get("form") == "tanh" else activation
+            return (RELU if hit == ["relu"] else plain), activation
     # Without an operation, as in a graph, a clamp is taken for ReLU.
     if "clamp" in operations and op is None:
         return RELU, "relu"
-    return (MUL if "mul" in operations else ADD if "add" in operations else OTHER), ""
+    if "mul" in operations:
+        return (MUL if _of_equals(op) else OTHER), ""
+    return (ADD if "add" in operations else OTHER), ""
+
+
+def _of_equals(op: Op | None) -> bool:
+    """Whether a multiplication is one of two tensors of a size: by a number, or a row, it is a scale."""
+    sizes = [prod(s) for s in op.shapes] if op is not None else []
+    return not sizes or sizes.count(max(sizes)) > 1
 
 
 def _inductor_char(operations: set[str], forward: bool) -> tuple[str, str]:
@@ -120,18 +135,28 @@ def _in_backward(op: Op | None) -> bool:
 
 
 def product_dims(op: Op | None) -> tuple[int, int, int] | None:
-    """(M, N, K) of a product from the shapes of its operation; None where they are not recorded."""
-    if op is None or op.name not in PRODUCTS:
+    """(M, N, K) of a product from the shapes of its operation, those of a batch in M; None where not recorded."""
+    operands = _operands(op)
+    if op is None or operands is None:
         return None
-    shapes = [s for s in op.shapes if len(s) >= 2]
-    if op.name == "aten::addmm" and len(op.shapes) >= 3:
-        shapes = [s for s in op.shapes[1:3] if len(s) == 2]
-    if len(shapes) < 2:
-        return None
-    a, b = shapes[0], shapes[1]
+    a, b = operands
     if op.name == "aten::linear":
         return prod(a[:-1]), b[0], a[-1]
     return prod(a[:-1]), b[-1], a[-1]
+
+
+def batch(op: Op | None) -> int:
+    """Matrices that the second operand of a product has."""
+    operands = _operands(op)
+    return prod(operands[1][:-2]) if operands else 1
+
+
+def _operands(op: Op | None) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    if op is None or op.name not in PRODUCTS:
+        return None
+    shapes = op.shapes[1:3] if op.name in ("aten::addmm", "aten::baddbmm") else op.shapes
+    shapes = tuple(s for s in shapes if len(s) >= 2)
+    return (shapes[0], shapes[1]) if len(shapes) >= 2 else None
 
 
 _SIZES = {"c10::BFloat16": 2, "c10::Half": 2, "float": 4, "double": 8}
@@ -153,6 +178,10 @@ def _composites(row: list[Token]) -> list[Token]:
         while run < len(row) and _in_one_run(row[i], row[run]):
             run += 1
         taken = _gradient_of(row[i:run]) if row[i].backward else _written_out(row[i:run])
+        # sigmoid(gate) * up behind two products alike is a gate, and no SiLU of the second product.
+        gated = [t.dims for t in found[-2:] if t.char == GEMM and t.dims]
+        if taken is not None and taken[2] == "silu" and run - i == 2 and len(gated) == 2 and gated[0] == gated[1]:
+            taken = None
         if taken is None:
             found.append(row[i])
             i += 1

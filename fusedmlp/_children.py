@@ -37,6 +37,16 @@ def has_global_hooks() -> bool:
     return bool(_FORWARD or _FORWARD_PRE or _BACKWARD or _BACKWARD_PRE)
 
 
+def has_hooks(state: dict[str, Any]) -> bool:
+    """Whether a module with this ``__dict__`` has hooks of its own."""
+    return bool(
+        state["_forward_hooks"]
+        or state["_forward_pre_hooks"]
+        or state["_backward_hooks"]
+        or state["_backward_pre_hooks"]
+    )
+
+
 def plain_parts(child: object) -> tuple[Tensor, Tensor | None] | None:
     """``(weight, bias)`` of a child whose call is ``F.linear(x, weight, bias)`` and nothing else, else None.
 
@@ -45,13 +55,7 @@ def plain_parts(child: object) -> tuple[Tensor, Tensor | None] | None:
     if type(child) is not nn.Linear:
         return None
     state = child.__dict__
-    if (
-        state["_forward_hooks"]
-        or state["_forward_pre_hooks"]
-        or state["_backward_hooks"]
-        or state["_backward_pre_hooks"]
-        or "forward" in state
-    ):
+    if has_hooks(state) or "forward" in state:
         return None
     # A wrapper that flattens parameters (FSDP) leaves plain views as attributes where the Parameters were.
     parameters = state["_parameters"]

@@ -14,7 +14,6 @@ from ._children import first_reason, has_global_hooks, plain_parts
 from ._load import CheckedLoad
 from ._module_config import accepted, bias_flags, config_activation, config_bias, config_sizes, positive_size
 from .activations import ACTIVATIONS, Activation
-from .checks import any_autocast
 
 Glu = TypeVar("Glu", bound="FusedGLUMLP")
 _NAMES = ("gate_proj", "up_proj", "down_proj")
@@ -86,13 +85,10 @@ class FusedGLUMLP(CheckedLoad):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., hidden_size] -> [..., out_features]; errors as ``functional.glu_mlp``."""
-        if steady.possible and not torch.compiler.is_compiling() and not any_autocast():
-            options = ("glu_mlp", self.activation, self.recompute, self.keep_activation)
-            table = steady.by_options.get(options) or steady.of_module(options)
-            if table is not None:
-                y = table.call_linears(self._modules, _NAMES, x)
-                if y is not None:
-                    return y  # type: ignore[no-any-return]
+        options = ("glu_mlp", self.activation, self.recompute, self.keep_activation)
+        y = steady.served(options, self._modules, _NAMES, x)
+        if y is not None:
+            return y
         children = self._modules
         gate = plain_parts(children.get("gate_proj"))
         up = plain_parts(children.get("up_proj"))

@@ -17,7 +17,6 @@ from ._children import first_reason, has_global_hooks, is_plain_tensor, plain_pa
 from ._load import CheckedLoad
 from ._module_config import accepted, bias_flags, config_activation, config_bias, config_sizes, positive_size
 from .activations import ACTIVATIONS, Activation
-from .checks import any_autocast
 
 _STACK = ("relu_mlp", "relu", False, False)
 Act = TypeVar("Act", bound="FusedLinearAct")
@@ -233,12 +232,9 @@ class FusedReLUMLP(CheckedLoad):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., sizes[0]] -> [..., sizes[-1]]; errors as ``functional.relu_mlp``."""
-        if steady.possible and not torch.compiler.is_compiling() and not any_autocast():
-            table = steady.by_options.get(_STACK) or steady.of_module(_STACK)
-            if table is not None:
-                y = table.call_linears(self._modules, self.layer_names, x)
-                if y is not None:
-                    return y  # type: ignore[no-any-return]
+        y = steady.served(_STACK, self._modules, self.layer_names, x)
+        if y is not None:
+            return y
         children = self._modules
         parts = [plain_parts(children.get(name)) for name in self.layer_names]
         plain = [p for p in parts if p is not None]

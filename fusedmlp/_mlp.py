@@ -14,7 +14,6 @@ from ._children import first_reason, has_global_hooks, plain_parts
 from ._load import CheckedLoad
 from ._module_config import accepted, bias_flags, config_activation, config_bias, config_sizes, positive_size
 from .activations import ACTIVATIONS, Activation
-from .checks import any_autocast
 
 Mlp = TypeVar("Mlp", bound="FusedMLP")
 _NAMES = ("fc1", "fc2")
@@ -71,13 +70,9 @@ class FusedMLP(CheckedLoad):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., hidden_size] -> [..., out_features]; errors as ``functional.mlp``."""
-        if steady.possible and not torch.compiler.is_compiling() and not any_autocast():
-            options = ("mlp", self.activation, self.recompute, False)
-            table = steady.by_options.get(options) or steady.of_module(options)
-            if table is not None:
-                y = table.call_linears(self._modules, _NAMES, x)
-                if y is not None:
-                    return y  # type: ignore[no-any-return]
+        y = steady.served(("mlp", self.activation, self.recompute, False), self._modules, _NAMES, x)
+        if y is not None:
+            return y
         children = self._modules
         fc1, fc2 = plain_parts(children.get("fc1")), plain_parts(children.get("fc2"))
         if fc1 is not None and fc2 is not None and not has_global_hooks():

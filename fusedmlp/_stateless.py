@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import explain, functional
-from ._children import first_reason, has_global_hooks, is_plain_tensor, plain_parts
+from ._children import first_reason, has_global_hooks, has_hooks, is_plain_tensor, plain_parts
 from ._eager_form import Step, applied_function, is_child_call, is_input
 from ._stand_in import CONSTANTS, Absent, Mutable, OfClass, Recorded, record_forward
 from .activations import Activation, activation_of_module
@@ -189,12 +189,7 @@ def _why_not_now(module: nn.Module, reading: Reading, allowed: tuple[str, ...]) 
 
 def _is_wrapped(child: nn.Module) -> bool:
     state = child.__dict__
-    if (
-        state["_forward_hooks"]
-        or state["_forward_pre_hooks"]
-        or state["_backward_hooks"]
-        or state["_backward_pre_hooks"]
-    ):
+    if has_hooks(state):
         return True
     if "forward" not in state:
         return False

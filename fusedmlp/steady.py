@@ -27,7 +27,6 @@ from .record import Record
 MAX_ATTEMPTS = 8  # to write down calls of one plan, which may differ in more than the plan's key
 _launcher: Any = None
 _connected: bool | None = None
-possible = True  # until it is known that it is not
 _tables: dict[Any, Any] = {}
 Options = tuple[str, str, bool, bool]  # operation, activation, recompute, keep_activation
 by_options: dict[Options, Any] = {}  # tables again, by what a module knows of its calls
@@ -37,8 +36,8 @@ _busy = (explain._recorders, settings.active, paused)  # none of them must have 
 
 def _connect() -> bool:
     """Whether tables can serve; tells the launcher, the first time, what it asks of PyTorch."""
-    global _launcher, _connected, possible
-    _connected = possible = False
+    global _launcher, _connected
+    _connected = False
     try:
         from . import launch
     except ImportError:  # no Triton
@@ -69,7 +68,7 @@ def _connect() -> bool:
     except (RuntimeError, ValueError):  # an exchange interface of another version or name
         return False
     _launcher = launch._launcher
-    _connected = possible = True
+    _connected = True
     return True
 
 
@@ -87,13 +86,18 @@ def table(op: str, activation: str, save: int) -> Any:
     return found
 
 
-def of_module(options: Options) -> Any:
-    """The table of modules with these options, from then on in :data:`by_options`; None where there is none."""
-    op, activation, recompute, keep = options
-    found = table(op, activation, saving.level(recompute, keep))
-    if found is not None:
+def served(options: Options, children: dict[str, Any], names: tuple[str, ...], x: Tensor) -> Tensor | None:
+    """The result of a module's steady call on x, from its Linears of these names; None where it goes the long way."""
+    if _connected is False or torch.compiler.is_compiling() or checks.any_autocast():
+        return None
+    found = by_options.get(options)
+    if found is None:
+        op, activation, recompute, keep = options
+        found = table(op, activation, saving.level(recompute, keep))
+        if found is None:
+            return None
         by_options[options] = found
-    return found
+    return found.call_linears(children, names, x)  # type: ignore[no-any-return]
 
 
 def backward_table(op: str) -> Any:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from support.eager import EagerGLU
 from torch import Tensor, nn
 
 from fusedmlp import FusedGeGLUMLP, FusedLinearReLU, FusedMLP, FusedReLUMLP, FusedSwiGLUMLP
@@ -23,16 +24,6 @@ from fusedmlp.profiling.names import decode
 
 DTYPE = torch.bfloat16
 TOKENS, HIDDEN, INTERMEDIATE = 8192, 768, 3072
-
-
-class EagerGLU(nn.Module):
-    def __init__(self, fused: nn.Module, act: nn.Module) -> None:
-        super().__init__()
-        self.gate_proj, self.up_proj, self.down_proj = fused.gate_proj, fused.up_proj, fused.down_proj
-        self.act = act
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
 
 
 def _geglu(bias: bool) -> tuple[nn.Module, nn.Module]:

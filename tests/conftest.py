@@ -27,6 +27,7 @@ HAS_KERNELS = importlib.util.find_spec("kernels") is not None
 collect_ignore = [] if HAS_KERNELS else ["hub", "test_layers.py"]
 GPU_FOLDER = Path(__file__).parent / "gpu"
 NO_DEVICE = "no CUDA device"
+ONE_DEVICE = "one CUDA device, a second is needed"
 
 
 def has_gpu() -> bool:
@@ -37,7 +38,18 @@ def gpu_required() -> bool:
     return os.environ.get("FUSEDMLP_REQUIRE_GPU", "0") not in ("", "0")
 
 
+def spread_over_devices() -> None:
+    """Each worker of pytest-xdist sees one device, the next worker the next one. CUDA is not in use yet: it reads the
+    variable once, and PyTorch counts devices without it."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    names = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
+    if worker and len(names) > 1:
+        os.environ["CUDA_VISIBLE_DEVICES"] = names[int(worker[2:]) % len(names)]
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    spread_over_devices()
     # Workers share the cores: PyTorch's default is all cores for each of them.
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
@@ -59,6 +71,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     pytest.skip(NO_DEVICE)
 
 
+@pytest.fixture
+def second_device() -> torch.device:
+    """A device that is not the current one. Tests that need it run in one process: a worker of several sees one."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip(ONE_DEVICE)
+    return torch.device("cuda", 1)
+
+
 def pytest_report_header() -> str:
     device = torch.cuda.get_device_name() if has_gpu() else "none"
     interpreter = os.environ.get("TRITON_INTERPRET", "0")
@@ -70,6 +90,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     count = sum("gpu" in report.keywords and NO_DEVICE in str(report.longrepr) for report in skipped)
     if count:
         terminalreporter.section(f"GPU TESTS SKIPPED: {count} ({NO_DEVICE})", sep="!", red=True, bold=True)
+    count = sum(ONE_DEVICE in str(report.longrepr) for report in skipped)
+    if count:
+        terminalreporter.section(f"GPU TESTS SKIPPED: {count} ({ONE_DEVICE})", sep="!", red=True, bold=True)
     for reason in (NEEDS_COMPILER, NEEDS_EXCHANGE):
         count = sum(reason in str(report.longrepr) for report in skipped)
         if count:

@@ -180,9 +180,11 @@ def _why_not_now(module: nn.Module, reading: Reading, allowed: tuple[str, ...]) 
         return f"{type(module).__name__} applies {reading.activation}; this layer computes {' or '.join(allowed)}"
     if has_global_hooks():
         return "hooks are registered for every module"
+    # A traced call has just read them, and PyTorch before 2.12 does not trace a comparison with what was read.
+    compiling = torch.compiler.is_compiling()
     for name, kind, options in reading.watched:
         child: Any = module._modules.get(name)
-        if type(child) is not kind or options_of(child) != options or _is_wrapped(child):
+        if _is_wrapped(child) or not (compiling or (type(child) is kind and options_of(child) == options)):
             return f"{name} has changed or has a hook"
     return ""
 

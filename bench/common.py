@@ -28,6 +28,7 @@ import torch
 
 from fusedmlp.profiling import capture_events, count_launches
 from fusedmlp.tune.timing import Call, events_us, look_us, settle, turns
+from fusedmlp.tune.timing import graph_alone_us as graph_alone_us
 from fusedmlp.tune.timing import graph_us as graph_us
 from fusedmlp.tune.timing import input_sets as input_sets
 from fusedmlp.tune.timing import relative_error as relative_error
@@ -36,14 +37,14 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).resolve().parent / "results"
 PASSES = ("forward", "backward", "step")
 METRICS = (
-    *("kernel_us", "kernel_alone_us", "graph_us", "wall_us", "host_us"),
+    *("kernel_us", "kernel_alone_us", "graph_us", "graph_alone_us", "wall_us", "host_us"),
     *("kernels", "peak_bytes", "saved_bytes", "rel_error"),
 )
 ROW_KEYS = (
     *("op", "pass", "tokens", "hidden", "intermediate", "dtype", "bias", "variant", "metric"),
     *("median", "low", "high", "n"),
 )
-TIMES = ("kernel_us", "kernel_alone_us", "graph_us", "wall_us")
+TIMES = ("kernel_us", "kernel_alone_us", "graph_us", "graph_alone_us", "wall_us")
 GRAPHS_UP_TO = 2048  # tokens for which the grid takes graph replays, where launch gaps count; kernel time above
 FILE_KEYS = ("bench", "date", "commit", "gpu", "driver", "torch", "triton", "packages", "ceilings", "rows")
 PACKAGES = (

@@ -28,6 +28,8 @@ def measure(case: Case, pass_: str, metric: str, names: Sequence[str], effort: i
         replays = 3 * case.sets * us  # of a turn
         rounds = (1, within(0.12e6 / replays, 3, 6), within(0.3e6 / replays, 5, 15))[effort]
         return common.graph_us(calls, case.sets, rounds)
+    if metric == "graph_alone_us":
+        return common.graph_alone_us(calls, case.sets, (1, 2, 3)[effort])
     if metric == "kernel_us":
         return common.kernel_us(calls, case.sets, (1, 2, 3)[effort])
     if metric == "kernel_alone_us":

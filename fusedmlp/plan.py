@@ -159,7 +159,7 @@ def _make(
 
 
 def _pair_is_forced() -> bool:
-    return dict(settings.overridden()).get("family") == "pair"
+    return settings.forced("linear_act").get("family") == "pair"
 
 
 def why_eager(x: Tensor, M: int, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> str | None:

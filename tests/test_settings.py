@@ -42,6 +42,22 @@ def test_override_refuses_unknown_fields():
         pass
 
 
+def test_override_of_one_op_leaves_the_others_alone():
+    own = settings.calculate_settings("glu", 512, 3072, 768, torch.bfloat16, "cpu")
+    with settings.override(warps=2), settings.override("glu", stages=2), settings.override("dual_dgrad", warps=1):
+        found = settings.calculate_settings("glu", 512, 3072, 768, torch.bfloat16, "cpu")
+        other = settings.calculate_settings("dual_dgrad", 512, 768, 3072, torch.bfloat16, "cpu")
+        assert (found.warps, found.stages) == (2, 2)
+        assert other.warps == 1
+        assert other.stages != 2 or other.stages == own.stages
+    assert settings.calculate_settings("glu", 512, 3072, 768, torch.bfloat16, "cpu") == own
+
+
+def test_override_refuses_an_unknown_op():
+    with pytest.raises(ValueError, match="unknown op 'gemm'.*dual_dgrad"), settings.override("gemm", stages=2):
+        pass
+
+
 def test_override_forces_single_fields_and_ends():
     plain = calculate_settings("glu", 512, 768, 3072, torch.bfloat16, "cpu")
     with settings.override(stages=2), settings.override(warps=2):

@@ -24,19 +24,24 @@ active: list[None] = []  # one for each override that some thread is inside of
 
 
 @contextmanager
-def override(**fields: Any) -> Iterator[None]:
-    """Force fields of every :class:`Settings` calculated inside, e.g. ``override(family="pointer", stages=2)``.
+def override(op: str | None = None, **fields: Any) -> Iterator[None]:
+    """Force fields of every :class:`Settings` calculated inside, e.g. ``override(family="pointer", stages=2)``; of one
+    ``op`` alone (of :data:`OPS`) where it is named, e.g. ``override("dual_dgrad", family="pair")``.
 
     A forced ``family`` that the shape cannot take (TMA needs 16-byte strides, "small" few tokens), or of which
     an operation has no kernel, is not forced there.
 
     Raises:
         TypeError: a name is not a field of :class:`Settings`; the message lists them.
+        ValueError: an unknown op.
     """
     unknown = set(fields) - set(Settings.__dataclass_fields__)
     if unknown:
         raise TypeError(f"no such settings: {sorted(unknown)}; there are {sorted(Settings.__dataclass_fields__)}")
-    token = _override.set((*_override.get(), *sorted(fields.items())))
+    if op is not None:
+        _check_op(op)
+    prefix = "" if op is None else f"{op}."
+    token = _override.set((*_override.get(), *[(prefix + name, value) for name, value in sorted(fields.items())]))
     active.append(None)
     try:
         yield
@@ -46,8 +51,20 @@ def override(**fields: Any) -> Iterator[None]:
 
 
 def overridden() -> tuple[tuple[str, Any], ...]:
-    """The forced fields, a part of every plan's key."""
+    """The forced fields, a part of every plan's key; those of one op as ``"op.field"``."""
     return _override.get()
+
+
+def forced(op: str) -> dict[str, Any]:
+    """The forced fields of an op, the latest of each."""
+    return {
+        name.rpartition(".")[2]: value for name, value in overridden() if "." not in name or name.startswith(f"{op}.")
+    }
+
+
+def _check_op(op: str) -> None:
+    if op not in OPS:
+        raise ValueError(f"unknown op {op!r}; the known ones are: {', '.join(OPS)}")
 
 
 def _possible(op: str, dtype: torch.dtype, info: device.DeviceInfo, tma: bool) -> tuple[bool, bool]:
@@ -80,13 +97,12 @@ def calculate_settings(
     Raises:
         ValueError: an unknown op.
     """
-    if op not in OPS:
-        raise ValueError(f"unknown op {op!r}; the known ones are: {', '.join(OPS)}")
+    _check_op(op)
     info = device.info(torch.device(device_))
     aligned = tma
     tma, gluon = _possible(op, dtype, info, tma)
-    forced = dict(overridden())
-    family = forced.pop("family", None)
+    fields = forced(op)
+    family = fields.pop("family", None)
     if (family == "gluon" and not gluon) or (family == "small" and M > SMALL_TOKENS.get(op, 0)):
         family = "tma"
     if family == "tma" and not tma:
@@ -97,7 +113,7 @@ def calculate_settings(
     if found is None:
         family = family or heuristic.family(op, M, N, K, dtype, tma, gluon, info)
         found = heuristic.settings(op, M, N, K, dtype, family, info, aligned)
-    return replace(found, **forced) if forced else found
+    return replace(found, **fields) if fields else found
 
 
 def measured_row(

@@ -11,6 +11,7 @@ import contextlib
 import gc
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -20,6 +21,7 @@ Name = TypeVar("Name")  # of a variant
 
 SETTLE_US = 50_000.0  # of device work, after which the clock is that of sustained load
 SETTLE_GRAPHS_US = 30_000.0  # of all variants' graphs; the rounds that follow go on without a pause
+ALONE_US = 30_000.0  # of replays of one graph alone, timed together
 LOOK_ONCE_US = 2_000.0  # what takes longer is looked at once
 SETTLE_CALLS = 1000  # at most: calls that short leave the device idle in between, and no clock falls
 
@@ -162,6 +164,26 @@ def replays_us(
             pairs[name] += [_between_events(graphs[name].replay) for _ in range(timed)]
     torch.cuda.synchronize()
     return {name: [b.elapsed_time(e) * 1e3 / calls for b, e in of_name] for name, of_name in pairs.items()}
+
+
+def graph_alone_us(variants: dict[str, Call], sets: int, rounds: int = 3) -> dict[str, list[float]]:
+    """As :func:`graph_us`, of a variant at the clock that the card holds under its own load: each turn replays one
+    graph alone, first for :data:`SETTLE_US`, then for :data:`ALONE_US`, whose mean is the value."""
+    graphs = captured(variants, sets)
+    once = {name: events_us(graph.replay, 1)[0] for name, graph in graphs.items()}
+    times: dict[str, list[float]] = {name: [] for name in graphs}
+    for order in turns(list(graphs), rounds):
+        for name in order:
+            replay = partial(_replay, graphs[name])
+            settle(lambda _, replay=replay: replay(1), 1, once[name])  # type: ignore[misc]
+            count = math.ceil(ALONE_US / once[name])
+            times[name].append(events_us(partial(replay, count), 1)[0] / count / sets)
+    return times
+
+
+def _replay(graph: torch.cuda.CUDAGraph, count: int) -> None:
+    for _ in range(count):
+        graph.replay()
 
 
 def relative_error(value: torch.Tensor, reference: torch.Tensor) -> float:

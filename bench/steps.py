@@ -1,0 +1,212 @@
+"""Whole passes under other plans: which kernels a forward and a training step are best made of, under sustained load.
+
+    python bench/steps.py                    bench/results/<gpu>/steps.json, about 3 minutes
+    python bench/steps.py --op geglu --shapes 8192x768x3072 1024x2304x9216 --compile --jobs 16
+
+bench/sweep.py measures each kernel by itself, candidates in turns of some milliseconds. A step is more than its
+kernels: what draws less power lets the others run at a higher clock, and a launch less is a gap less. So here a pass is
+a CUDA graph that runs alone for 80 ms a turn (graph_alone_us), and in short turns with the others (graph_us). "plan" is
+what the package does; every other variant differs from it in the kernels that its name tells. eager, and with --compile
+torch.compile, stand beside them.
+
+Exit code: 0; 1 where a variant raised or nothing was measured; 2 where there is no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench import ahead, common
+from bench.case import Case
+from bench.rows import Rows
+from fusedmlp import settings
+from fusedmlp.settings.types import Settings
+from fusedmlp.tune.candidates import gluon, tma
+
+Shape = tuple[int, int, int]
+Plan = dict[str, Settings]  # op -> its settings, where they are not the plan's own
+
+PAIR = Settings("pair")
+PINGPONG, COOPERATIVE = gluon(128, 64, 64, 1, 4, 6), gluon(128, 128, 64, 1, 8, 4)
+TOGETHER, APART = gluon(128, 128, 64, 2, 4, 6), {"glu_grads": PAIR, "glu_weight_grads": PAIR}
+DX = {"dX by cuBLAS": PAIR, "dX 128x256": tma(128, 256, 64, 2, 8, 4, 1), "dX 128x128": tma(128, 128, 64, 2, 4, 3, 2)}
+
+FORWARD: dict[str, dict[str, Plan]] = {
+    "geglu": {
+        "gate and up ping-pong": {"glu": PINGPONG},
+        "gate and up cooperative": {"glu": COOPERATIVE},
+        "gate and up by cuBLAS": {"glu": PAIR},
+    },
+    "mlp_relu": {
+        "first layer ping-pong": {"linear_act": gluon(128, 128, 64, 2, 4, 6)},
+        "first layer cooperative": {"linear_act": gluon(128, 256, 64, 4, 8, 4)},
+        "first layer 128x256": {"linear_act": tma(128, 256, 64, 2, 8, 4, 1)},
+        "first layer by cuBLAS": {"linear_act": PAIR},
+    },
+}
+STEP: dict[str, dict[str, Plan]] = {
+    "geglu": {
+        **FORWARD["geglu"],
+        "hidden by cuBLAS": {"glu_backward": PAIR},
+        "gradients apart": APART,
+        **{f"gradients apart, {name}": {**APART, "dual_dgrad": found} for name, found in DX.items()},
+        "gradients of weights together": {"glu_grads": PAIR, "glu_weight_grads": TOGETHER},
+        "gradients of weights together, dX by cuBLAS": {
+            "glu_grads": PAIR,
+            "glu_weight_grads": TOGETHER,
+            "dual_dgrad": PAIR,
+        },
+        "gradients together": {"glu_grads": TOGETHER},
+    },
+    "mlp_relu": {
+        **FORWARD["mlp_relu"],
+        "hidden ping-pong": {"act_backward": gluon(128, 128, 64, 4, 4, 4)},
+        "hidden 128x128": {"act_backward": tma(128, 128, 64, 2, 8, 4, 1)},
+        "hidden by cuBLAS": {"act_backward": PAIR},
+    },
+}
+CANDIDATES = {"forward": FORWARD, "step": STEP}
+SHAPES: tuple[Shape, ...] = tuple(
+    (tokens, *widths)
+    for widths in ((768, 3072), (1024, 4096), (2304, 9216), (4096, 14336))
+    for tokens in (512, 1024, 2048, 8192)
+)
+METRICS = ("graph_us", "graph_alone_us")
+
+
+def parse_shape(text: str) -> Shape:
+    parts = text.split("x")
+    if len(parts) != 3 or not all(p.isdecimal() and int(p) > 0 for p in parts):
+        raise argparse.ArgumentTypeError(f"a shape is TOKENSxHIDDENxINTERMEDIATE, got {text!r}")
+    return int(parts[0]), int(parts[1]), int(parts[2])
+
+
+def under(plan: Plan, call: common.Call) -> common.Call:
+    """The call with these settings in the place of the plan's own."""
+
+    def forced(i: int) -> Any:
+        with ExitStack() as stack:
+            for op, found in plan.items():
+                stack.enter_context(settings.override(op, **asdict(found)))
+            return call(i)
+
+    return forced
+
+
+def kernel_tasks(jobs: Sequence[tuple[str, Shape]]) -> list[ahead.Task]:
+    """One for each kernel that only the other plans have."""
+    found = {
+        (kernel, candidate, ahead.stand_in(candidate, shape))
+        for op, shape in jobs
+        for plan in STEP[op].values()
+        for kernel, candidate in plan.items()
+        if candidate.family != "pair"
+    }
+    return [(ahead.compile_kernel, (*task, "bfloat16")) for task in found]
+
+
+class Steps(Rows):
+    """A run over shapes; all variants are "fused" with other plans, eager and torch.compile."""
+
+    def __init__(
+        self, peers: Sequence[str], device: str = "cuda", sets: int | None = None, quick: bool = False
+    ) -> None:
+        super().__init__(1 if quick else 2)
+        self.peers, self.device, self.sets = peers, device, sets
+
+    def shape(self, op: str, shape: Shape) -> None:
+        case = Case(op, shape, self.device, self.sets)
+        for name in ("fused", *self.peers):
+            case.add(name)
+        for pass_, candidates in CANDIDATES.items():
+            make: Callable[[str], common.Call] = getattr(case, pass_)
+            calls = {name: make(name) for name in self.peers} | {"plan": make("fused")}
+            calls |= {name: under(plan, make("fused")) for name, plan in candidates[op].items()}
+            for name in list(calls):
+                try:
+                    case.warm_up(calls[name])
+                except Exception as error:
+                    self.fault(op, shape, pass_, [name], "warm-up", error)
+                    del calls[name]
+            for metric in METRICS:
+                self.times(case, pass_, metric, calls)
+
+    def times(self, case: Case, pass_: str, metric: str, calls: dict[str, common.Call]) -> None:
+        measure = getattr(common, metric)
+        rounds = {"graph_us": (3, 8), "graph_alone_us": (2, 3)}[metric][self.effort - 1]
+        for name, values in measure(calls, case.sets, rounds).items():
+            self.rows.append(common.row(case.op, pass_, case.shape, name, metric, values))
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """One line a variant: both times, and their share of the plan's."""
+    cells: dict[tuple[Any, ...], dict[str, dict[str, float]]] = {}
+    for r in rows:
+        key = (r["op"], r["tokens"], r["hidden"], r["intermediate"], r["pass"])
+        cells.setdefault(key, {}).setdefault(r["variant"], {})[r["metric"]] = r["median"]
+    lines = []
+    for (op, tokens, hidden, intermediate, pass_), variants in cells.items():
+        lines.append(f"\n{op} {pass_} [{tokens}, {hidden} -> {intermediate}]{'in turn':>30}{'of plan':>9}{'alone':>10}")
+        plan = variants.get("plan", {})
+        for name, times in variants.items():
+            text = "".join(f"{times[m]:11.1f}{times[m] / plan.get(m, times[m]):9.3f}" for m in METRICS if m in times)
+            lines.append(f"  {name:46}{text}")
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--op", nargs="+", choices=list(FORWARD), default=["geglu"])
+    parser.add_argument("--shapes", nargs="+", type=parse_shape, default=list(SHAPES), metavar="MxDxH")
+    parser.add_argument("--compile", action="store_true", help="torch.compile too")
+    parser.add_argument("--jobs", type=int, default=0, metavar="N", help="compile ahead, in N processes")
+    parser.add_argument("--minutes", type=float, default=8.0, help="begin no shape after that (default: %(default)s)")
+    parser.add_argument("--quick", action="store_true", help="fewer repeats")
+    parser.add_argument("--out", metavar="FILE", help="result file (default: bench/results/<gpu>/steps.json)")
+    args = parser.parse_args(argv)
+    try:
+        gpu = common.need_gpu()
+    except common.BenchError as error:
+        print(f"bench/steps.py: {error}", file=sys.stderr)
+        return 2
+    begin = time.perf_counter()
+    peers = ["eager", "compile"] if args.compile else ["eager"]
+    jobs = [(op, shape) for op in args.op for shape in args.shapes]
+    if args.jobs > 0:
+        names = ["compile", "fused"] if args.compile else ["fused"]
+        tasks: list[ahead.Task] = [(ahead.first_calls, (op, shape, names, "bfloat16")) for op, shape in jobs]
+        ahead.run([*tasks, *kernel_tasks(jobs)], args.jobs)
+    steps = Steps(peers, quick=args.quick)
+    ceilings = common.ceilings()
+    for op, shape in jobs:
+        if time.perf_counter() - begin > args.minutes * 60:
+            print(f"not measured in the {args.minutes:g} minutes: {op} {shape} and what follows")
+            break
+        try:
+            steps.shape(op, shape)
+        except Exception as error:  # the other shapes are still worth having
+            steps.fault(op, shape, "", ["all"], "", error)
+        gc.collect()
+        torch.cuda.empty_cache()
+        print(f"{op} {shape}: done at {time.perf_counter() - begin:.0f} s", flush=True)
+        if steps.rows:
+            common.write(common.result("steps", steps.rows, ceilings, gpu), args.out)
+    print(table(steps.rows))
+    print("\n".join(f"raised: {what}: {why}" for what, why in steps.raised.items()))
+    return 1 if steps.raised or not steps.rows else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

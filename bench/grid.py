@@ -17,6 +17,8 @@ What it should cost on an H200 (an estimate): 0.4 s a shape up to 2048 tokens, 2
 first calls. torch.compile compiles three graphs a shape, 3 to 6 s on one core: --jobs does that ahead, within half of
 the minutes. compile_dynamic, one set of kernels for all tokens, is there to be chosen with --variants instead.
 
+--merge FILE... makes one file of several runs of one commit, GPU model and PyTorch, say on several GPUs.
+
 Exit code: 0; 1 where a variant raised or nothing was measured; 2 where there is no GPU.
 """
 
@@ -75,6 +77,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--dtype", choices=["bfloat16", "float16"], default="bfloat16")
     made.add_argument("--minutes", type=float, default=9.0, help="begin nothing after that (default: %(default)s)")
     made.add_argument("--jobs", type=int, default=0, metavar="N", help="first calls ahead, in N processes")
+    made.add_argument(
+        "--merge", nargs="+", metavar="FILE", help="measure nothing; write the rows of these files to --out"
+    )
     made.add_argument("--quick", action="store_true", help="fewer repeats")
     made.add_argument("--out", metavar="FILE", help="result file (default: bench/results/<gpu>/grid.json)")
     return made
@@ -224,6 +229,20 @@ def earlier(path: Path, now: dict[str, Any]) -> tuple[list[dict[str, Any]], str]
     return there["rows"], f"{path}: going on after {len(there['rows'])} rows"
 
 
+def merge(files: Sequence[str], out: str | None) -> int:
+    """Writes the rows of all files, whose heads must be alike; the ceilings are those of the first."""
+    contents = [common.load(file) for file in files]
+    for file, content in zip(files, contents, strict=True):
+        differs = [k for k in ("bench", "commit", "gpu", "torch", "triton") if content[k] != contents[0][k]]
+        if differs:
+            print(f"bench/grid.py: {file} and {files[0]} differ in {', '.join(differs)}", file=sys.stderr)
+            return 1
+    rows = {(*cell_of(row), row["variant"]): row for content in contents for row in content["rows"]}
+    path = common.write({**contents[0], "rows": list(rows.values())}, out)
+    print(f"written: {path}, {len(rows)} rows of {len(files)} files")
+    return 0
+
+
 def let_compile_specialise() -> None:
     """A kernel for every token count, and an error rather than eager PyTorch under another name."""
     config: Any = torch._dynamo.config
@@ -243,6 +262,8 @@ def compile_ahead(args: argparse.Namespace, grid: Grid) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
+    if args.merge:
+        return merge(args.merge, args.out)
     try:
         gpu = common.need_gpu()
     except common.BenchError as error:

@@ -2,6 +2,7 @@
 
     python bench/steps.py                    bench/results/<gpu>/steps.json, about 3 minutes
     python bench/steps.py --op geglu --shapes 8192x768x3072 1024x2304x9216 --compile --jobs 16
+    python bench/steps.py --passes step --only gradients    what the products after the hidden layer are best made of
 
 bench/sweep.py measures each kernel by itself, candidates in turns of some milliseconds. A step is more than its
 kernels: what draws less power lets the others run at a higher clock, and a launch less is a gap less. So here a pass is
@@ -30,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench import ahead, common
 from bench.case import Case
-from bench.rows import Rows
+from bench.rows import Rows, within
 from fusedmlp import settings
 from fusedmlp.settings.types import Settings
 from fusedmlp.tune.candidates import gluon, tma
@@ -69,6 +70,7 @@ STEP: dict[str, dict[str, Plan]] = {
             "dual_dgrad": PAIR,
         },
         "gradients together": {"glu_grads": TOGETHER},
+        "gradients together, 64 rows": {"glu_grads": gluon(64, 128, 64, 2, 4, 6)},
     },
     "mlp_relu": {
         **FORWARD["mlp_relu"],
@@ -105,14 +107,14 @@ def under(plan: Plan, call: common.Call) -> common.Call:
     return forced
 
 
-def kernel_tasks(jobs: Sequence[tuple[str, Shape]]) -> list[ahead.Task]:
-    """One for each kernel that only the other plans have."""
+def kernel_tasks(jobs: Sequence[tuple[str, Shape]], only: str = "") -> list[ahead.Task]:
+    """One for each kernel that only the other plans have, of those whose names have ``only``."""
     found = {
         (kernel, candidate, ahead.stand_in(candidate, shape))
         for op, shape in jobs
-        for plan in STEP[op].values()
+        for name, plan in STEP[op].items()
         for kernel, candidate in plan.items()
-        if candidate.family != "pair"
+        if only in name and candidate.family != "pair"
     }
     return [(ahead.compile_kernel, (*task, "bfloat16")) for task in found]
 
@@ -121,32 +123,41 @@ class Steps(Rows):
     """A run over shapes; all variants are "fused" with other plans, eager and torch.compile."""
 
     def __init__(
-        self, peers: Sequence[str], device: str = "cuda", sets: int | None = None, quick: bool = False
+        self,
+        peers: Sequence[str],
+        device: str = "cuda",
+        sets: int | None = None,
+        quick: bool = False,
+        passes: Sequence[str] = tuple(CANDIDATES),
+        only: str = "",
     ) -> None:
         super().__init__(1 if quick else 2)
-        self.peers, self.device, self.sets = peers, device, sets
+        self.peers, self.device, self.sets, self.passes, self.only = peers, device, sets, passes, only
 
     def shape(self, op: str, shape: Shape) -> None:
         case = Case(op, shape, self.device, self.sets)
         for name in ("fused", *self.peers):
             case.add(name)
-        for pass_, candidates in CANDIDATES.items():
+        for pass_ in self.passes:
             make: Callable[[str], common.Call] = getattr(case, pass_)
             calls = {name: make(name) for name in self.peers} | {"plan": make("fused")}
-            calls |= {name: under(plan, make("fused")) for name, plan in candidates[op].items()}
+            candidates = {name: plan for name, plan in CANDIDATES[pass_][op].items() if self.only in name}
+            calls |= {name: under(plan, make("fused")) for name, plan in candidates.items()}
+            us = 1.0
             for name in list(calls):
                 try:
-                    case.warm_up(calls[name])
+                    us = max(us, case.warm_up(calls[name]))
                 except Exception as error:
                     self.fault(op, shape, pass_, [name], "warm-up", error)
                     del calls[name]
             for metric in METRICS:
-                self.times(case, pass_, metric, calls)
+                self.times(case, pass_, metric, calls, us)
 
-    def times(self, case: Case, pass_: str, metric: str, calls: dict[str, common.Call]) -> None:
-        measure = getattr(common, metric)
-        rounds = {"graph_us": (3, 8), "graph_alone_us": (2, 3)}[metric][self.effort - 1]
-        for name, values in measure(calls, case.sets, rounds).items():
+    def times(self, case: Case, pass_: str, metric: str, calls: dict[str, common.Call], us: float) -> None:
+        rounds = self.effort + 1
+        if metric == "graph_us":
+            rounds = within(0.2e6 / (3 * case.sets * us), 4, 12)
+        for name, values in getattr(common, metric)(calls, case.sets, rounds).items():
             self.rows.append(common.row(case.op, pass_, case.shape, name, metric, values))
 
 
@@ -173,6 +184,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--compile", action="store_true", help="torch.compile too")
     parser.add_argument("--jobs", type=int, default=0, metavar="N", help="compile ahead, in N processes")
     parser.add_argument("--minutes", type=float, default=8.0, help="begin no shape after that (default: %(default)s)")
+    parser.add_argument("--passes", nargs="+", choices=list(CANDIDATES), default=list(CANDIDATES))
+    parser.add_argument("--only", default="", metavar="TEXT", help="the other plans whose names have this")
     parser.add_argument("--quick", action="store_true", help="fewer repeats")
     parser.add_argument("--out", metavar="FILE", help="result file (default: bench/results/<gpu>/steps.json)")
     args = parser.parse_args(argv)
@@ -187,8 +200,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.jobs > 0:
         names = ["compile", "fused"] if args.compile else ["fused"]
         tasks: list[ahead.Task] = [(ahead.first_calls, (op, shape, names, "bfloat16")) for op, shape in jobs]
-        ahead.run([*tasks, *kernel_tasks(jobs)], args.jobs)
-    steps = Steps(peers, quick=args.quick)
+        ahead.run([*tasks, *kernel_tasks(jobs, args.only)], args.jobs)
+    steps = Steps(peers, quick=args.quick, passes=args.passes, only=args.only)
     ceilings = common.ceilings()
     for op, shape in jobs:
         if time.perf_counter() - begin > args.minutes * 60:

@@ -289,3 +289,18 @@ def test_the_command(
     monkeypatch.undo()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert grid.main(["--out", str(tmp_path / "x.json")]) == 2
+
+
+def test_files_of_one_commit_are_merged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def file(name: str, tokens: int, **other: Any) -> str:
+        row = common.row("geglu", "forward", (tokens, 16, 32), "eager", "graph_us", [1.0, 2.0])
+        content = {**common.result("grid", [row], CEILINGS, "NVIDIA H200"), **other}
+        return str(common.write(content, tmp_path / name))
+
+    files = [file("a.json", 1), file("b.json", 2), file("c.json", 2)]
+    assert grid.main(["--merge", *files, "--out", str(tmp_path / "all.json")]) == 0
+    assert [r["tokens"] for r in common.load(tmp_path / "all.json")["rows"]] == [1, 2]
+    other = file("d.json", 4, commit="other")
+    assert grid.main(["--merge", files[0], other, "--out", str(tmp_path / "no.json")]) == 1
+    assert "differ in commit" in capsys.readouterr().err
+    assert not (tmp_path / "no.json").exists()

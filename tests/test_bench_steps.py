@@ -41,10 +41,19 @@ def test_every_variant_of_a_pass_is_measured(timed: None) -> None:
     assert "gradients apart, dX by cuBLAS" in text
 
 
+def test_plans_are_chosen_by_name(timed: None) -> None:
+    run = steps.Steps([], device="cpu", sets=1, passes=["step"], only="weights together")
+    run.shape("geglu", (4, 16, 32))
+    names = {"plan", "gradients of weights together", "gradients of weights together, dX by cuBLAS"}
+    assert {(r["pass"], r["variant"]) for r in run.rows} == {("step", name) for name in names}
+    kernels = {arguments[0] for _, arguments in steps.kernel_tasks([("geglu", (4, 16, 32))], "weights together")}
+    assert kernels == {"glu_weight_grads"}
+
+
 def test_what_raises_is_named_and_the_others_are_measured(timed: None, monkeypatch: pytest.MonkeyPatch) -> None:
     bad: dict[str, Any] = {"geglu": {"bad": {"no such kernel": steps.PAIR}}}
     monkeypatch.setattr(steps, "CANDIDATES", {"forward": bad})
-    run = steps.Steps(["eager"], device="cpu", sets=1)
+    run = steps.Steps(["eager"], device="cpu", sets=1, passes=["forward"])
     run.shape("geglu", (4, 16, 32))
     assert list(run.raised) == ["bad, geglu 4x16x32 forward, warm-up"]
     assert {r["variant"] for r in run.rows} == {"eager", "plan"}

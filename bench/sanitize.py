@@ -5,6 +5,10 @@
     python bench/sanitize.py --tools memcheck racecheck synccheck    the same under each tool, with logs in
                                                                 bench/results/<gpu>/sanitize-<tool>.log (make sanitize)
 
+racecheck does not follow the named barrier by which Triton's compiler wakes a warp-specialised kernel's partitions, and
+reports each such kernel. bench/dispatch.py looks those reports up in the machine code: what is verified there to be the
+compiler's own is listed in the log, at its head, and all else is a finding.
+
 No CUDA graphs, and no caching of memory: every tensor is an allocation of its own, whose end the tools know. Float64
 and eager PyTorch, which say how far a result may be off (tests/support/compare.py), run on the CPU, where no tool slows
 them. Compile first: the kernels are then in Triton's cache, and a tool's run should take half a minute.
@@ -39,14 +43,15 @@ if __name__ == "__main__":
 
 from support.compare import assert_matches  # noqa: E402
 
-from bench import common  # noqa: E402
+from bench import common, dispatch  # noqa: E402
 from fusedmlp import functional, reference, settings  # noqa: E402
 
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 TOKENS, FEW = 70, 33  # ragged in every tile; few: for the kernels for small batches
 WIDTHS = (72, 136, 72, 200)  # ragged in every tile; rows of 16 bytes, as TMA needs
 ODD_WIDTHS = (71, 137, 71, 201)
-TOLD = re.compile(r"(ERROR|RACECHECK) SUMMARY: (\d+)")
+FOUND, PRINTED = 9, 50  # exit code of a tool that found something; what it prints at most
+ALL_RIGHT = re.compile(r"^(\d+) of \1 cases are right$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -191,20 +196,30 @@ def sanitizer() -> str | None:
 
 
 def under(tool: str, program: str, arguments: Sequence[str], folder: Path) -> bool:
-    """Runs this script under a tool and writes its log; returns whether it found nothing."""
-    command = [program, "--tool", tool, "--target-processes", "application-only", "--error-exitcode", "9"]
-    command += ["--print-limit", "50", sys.executable, __file__, *arguments]
+    """Runs this script under a tool and writes its log; returns whether it found nothing, or racecheck nothing but the
+    compiler's dispatch."""
+    command = [program, "--tool", tool, "--target-processes", "application-only", "--error-exitcode", str(FOUND)]
+    command += ["--print-limit", str(PRINTED), sys.executable, __file__, *arguments]
     begin = time.perf_counter()
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+    seconds = time.perf_counter() - begin
+    told = dispatch.SUMMARY.findall(done.stdout)
+    said = ", ".join(f"{kind} SUMMARY: {count}" for kind, count in told) or "no summary"
+    clean = done.returncode == 0 and bool(told) and all(count == "0" for _, count in told)
+    verdict = dispatch.judge(done.stdout, PRINTED) if tool == "racecheck" else None
+    judged = ""
+    if verdict is not None and (verdict.dispatch or verdict.findings):
+        said, judged = f"{verdict} ({said})", f"{verdict.text}\n"
+        # The tool's exit code hides that of the cases, which are right where they say so.
+        right = done.returncode == FOUND and ALL_RIGHT.search(done.stdout) is not None
+        clean = right and not verdict.findings
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / f"sanitize-{tool}.log"
-    log.write_text(f"{' '.join(command)}\ncommit {common.commit()}, {common.now()}\n{done.stdout}", encoding="utf-8")
-    told = TOLD.findall(done.stdout)
-    clean = done.returncode == 0 and bool(told) and all(count == "0" for _, count in told)
-    said = ", ".join(f"{kind} SUMMARY: {count}" for kind, count in told) or "no summary"
-    print(f"{tool}: {said}, exit code {done.returncode}, {time.perf_counter() - begin:.0f} s: {log}", flush=True)
+    head = f"{' '.join(command)}\ncommit {common.commit()}, {common.now()}\n"
+    log.write_text(f"{head}{judged}{done.stdout}", encoding="utf-8")
+    print(f"{tool}: {said}, exit code {done.returncode}, {seconds:.0f} s: {log}", flush=True)
     if not clean:
-        print("\n".join(done.stdout.splitlines()[-40:]))
+        print("\n".join([*(verdict.findings if verdict else []), *done.stdout.splitlines()[-40:]]))
     return clean
 
 

@@ -28,6 +28,7 @@ collect_ignore = [] if HAS_KERNELS else ["hub", "test_layers.py"]
 GPU_FOLDER = Path(__file__).parent / "gpu"
 NO_DEVICE = "no CUDA device"
 ONE_DEVICE = "one CUDA device, a second is needed"
+NO_GLUON = "Triton has no Gluon that the kernels are written for"
 
 
 def has_gpu() -> bool:
@@ -79,6 +80,15 @@ def second_device() -> torch.device:
     return torch.device("cuda", 1)
 
 
+@pytest.fixture(scope="session")
+def gluon() -> None:
+    """A Triton whose Gluon the kernels are written for."""
+    from fusedmlp.settings.device import _has_gluon
+
+    if not _has_gluon():
+        pytest.skip(NO_GLUON)
+
+
 def pytest_report_header() -> str:
     device = torch.cuda.get_device_name() if has_gpu() else "none"
     interpreter = os.environ.get("TRITON_INTERPRET", "0")
@@ -93,6 +103,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     count = sum(ONE_DEVICE in str(report.longrepr) for report in skipped)
     if count:
         terminalreporter.section(f"GPU TESTS SKIPPED: {count} ({ONE_DEVICE})", sep="!", red=True, bold=True)
+    count = sum(NO_GLUON in str(report.longrepr) for report in skipped)
+    if count:
+        terminalreporter.section(f"GLUON TESTS SKIPPED: {count} ({NO_GLUON})", sep="!", red=True, bold=True)
     for reason in (NEEDS_COMPILER, NEEDS_EXCHANGE):
         count = sum(reason in str(report.longrepr) for report in skipped)
         if count:

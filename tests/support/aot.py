@@ -164,14 +164,24 @@ def pretended(info: DeviceInfo) -> Iterator[list[Recorded]]:
     plan.clear()
 
 
-def compile_for(entry: Recorded, capability: int, capfd: Any) -> Report:
-    """Compile one recorded launch; the log of ptxas is read from stdout, through pytest's ``capfd``."""
+def _source(entry: Recorded) -> Any:
     kernel = entry.kernel
     signature = dict(zip(kernel.arg_names, entry.signature, strict=True))
     constants = {(i,): value for i, value in entry.constants}
     attributes = {(i,): [["tt.divisibility", 16]] for i in entry.divisible}
     kind = GluonASTSource if launch.is_gluon(kernel) else ASTSource
-    source = kind(kernel, signature, constants, attributes)
+    return kind(kernel, signature, constants, attributes)
+
+
+def cubin_for(entry: Recorded, capability: int) -> bytes:
+    """The machine code of one recorded launch."""
+    target = GPUTarget("cuda", capability, 32)
+    return bytes(triton.compile(_source(entry), target=target, options=dict(entry.options)).asm["cubin"])
+
+
+def compile_for(entry: Recorded, capability: int, capfd: Any) -> Report:
+    """Compile one recorded launch; the log of ptxas is read from stdout, through pytest's ``capfd``."""
+    source = _source(entry)
     capfd.readouterr()
     with knobs.nvidia.scope(), knobs.compilation.scope():
         knobs.nvidia.dump_ptxas_log = True

@@ -2,6 +2,7 @@
 
     python bench/soak.py                  10,000 steps by 4 threads a device, under 60 s on an H200
     python bench/soak.py --steps 2000     fewer
+    python bench/soak.py --eager          eager PyTorch alone: what grows here is not the package's
 
 A step is a forward of GeGLU (256 -> 512 or 768 -> 3072, bfloat16) with a random number of tokens from 1 to 4096, on a
 stream of the thread's own; half of them are followed by a backward. Kernels are loaded before, by fusedmlp.warmup.
@@ -10,7 +11,8 @@ the steps even less; every 100th step is compared with eager PyTorch. Exit code 
 
 So that memory at the marks can be compared, each thread begins with fixed steps that take every handle, workspace and
 counter its stream will have, and the package's caches, which fill all along, are emptied before each mark: they may be
-as large as their bounds, which are looked at then.
+as large as their bounds, which are looked at then. cuBLAS would remember the algorithm of every size that it meets
+(8192 of them a device): that is switched off.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import argparse
 import contextlib
 import ctypes
 import gc
+import os
 import random
 import resource
 import sys
@@ -49,8 +52,7 @@ MOST_HOST_GROWTH = 24 << 20  # bytes: 2.6 kilobytes a step; the allocators of C 
 # let it be so small: they are emptied before each mark. Of 8192 keys a device (4096 sizes of two widths) 512 plans of
 # some 30 KiB are kept: all are dropped there and fill anew, so that a mark finds any number. Steady calls are at no
 # bound at half time: only a key that comes back before its plan is dropped adds one, which makes some 100 of the 512 of
-# a table until then, and 170 to the end, each with a plan. What is left is cuBLASLt's cache of the algorithms it chose:
-# 8192 entries of about 360 bytes (manual of cuBLAS, "Heuristics Cache"), 2.8 MiB even if all were made in this half.
+# a table until then, and 170 to the end, each with a plan.
 MOST_LATE_HOST_GROWTH = 4 << 20
 MOST_DEVICE_GROWTH = 64 << 10  # counters of a kernel that a stream runs for the first time
 # Every size where a kernel may be another one: alone, few, and up to the largest with and without a factor of 16.
@@ -116,14 +118,16 @@ def empty_caches(threads: int) -> list[str]:
 class Worker(threading.Thread):
     """Runs steps on one device, on a stream of its own, with layers of its own."""
 
-    def __init__(self, device: torch.device, seed: int, parts: list[Progress], idle: threading.Barrier) -> None:
+    def __init__(
+        self, device: torch.device, seed: int, parts: list[Progress], idle: threading.Barrier, eager: bool = False
+    ) -> None:
         super().__init__(daemon=True)
         self.device, self.parts, self.idle = device, parts, idle
         self.random = random.Random(seed)
         self.generator = torch.Generator(device).manual_seed(seed)
         options: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
         self.eager = [eager_module("geglu", *widths, **options) for widths in WIDTHS]
-        self.fused = [FusedGLUMLP.from_module(module) for module in self.eager]
+        self.fused = self.eager if eager else [FusedGLUMLP.from_module(module) for module in self.eager]
 
     def run(self) -> None:
         with contextlib.ExitStack() as stack:
@@ -196,7 +200,12 @@ def _growth(sizes: list[int], settled: int, half: int) -> str:
 
 
 def soak(
-    devices: Sequence[torch.device], steps: int, threads: int = 4, seed: int = 0, most_tokens: int = MOST_TOKENS
+    devices: Sequence[torch.device],
+    steps: int,
+    threads: int = 4,
+    seed: int = 0,
+    most_tokens: int = MOST_TOKENS,
+    eager: bool = False,
 ) -> list[str]:
     """Runs it; what was found wrong, empty where nothing was. Prints what it measures."""
     torch.manual_seed(seed)
@@ -205,11 +214,12 @@ def soak(
     settled = min(SETTLED, half // 2)
     parts = [Progress(count, most_tokens) for count in (settled, half - settled, steps - half)]
     idle = threading.Barrier(threads * len(devices) + 1)
-    workers = [Worker(d, 100 * i + j, parts, idle) for i, d in enumerate(devices) for j in range(threads)]
+    workers = [Worker(d, 100 * i + j, parts, idle, eager) for i, d in enumerate(devices) for j in range(threads)]
     counts = [count for count in KINDS if count <= most_tokens]
-    for first in workers[::threads]:  # of each device
+    for first in () if eager else workers[::threads]:  # of each device
         warmup(nn.ModuleList(first.fused), counts, training=True)
-    print(f"{len(counts)} sizes warmed up in {time.perf_counter() - begin:.1f} s", flush=True)
+    if not eager:
+        print(f"{len(counts)} sizes warmed up in {time.perf_counter() - begin:.1f} s", flush=True)
     for worker in workers:
         worker.start()
     marks, faults = [], []
@@ -245,6 +255,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=10_000, help="default: 10000")
     parser.add_argument("--threads", type=int, default=4, help="threads a device (default: 4)")
+    parser.add_argument("--eager", action="store_true", help="eager PyTorch in the place of the package")
     args = parser.parse_args(argv)
     if args.steps < 2 or args.threads < 1:
         parser.error("--steps must be at least 2 and --threads at least 1")
@@ -253,8 +264,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except common.BenchError as error:
         print(f"bench/soak.py: {error}", file=sys.stderr)
         return 2
+    os.environ.setdefault("CUBLASLT_HEURISTICS_CACHE_CAPACITY", "0")  # read when its first handle is made
     devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
-    faults = soak(devices, args.steps, args.threads)
+    faults = soak(devices, args.steps, args.threads, eager=args.eager)
     print("\n".join([*faults, "FAILED" if faults else "nothing grew, nothing differs"]))
     return 1 if faults else 0
 

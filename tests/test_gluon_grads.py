@@ -205,25 +205,36 @@ def test_a_step_that_is_forced_to_group_them_makes_one_launch_of_the_three():
         assert "grads: gluon" in note.settings and "dgrad" not in note.settings
 
 
-def test_with_few_tokens_the_weights_gradients_share_a_launch_and_dx_has_its_own():
-    for tokens, frozen in ((16, ()), (512, ()), (512, ("x",))):
-        names, note = launched(tokens=tokens, frozen=frozen)
-        assert names[0].startswith(("glu_", "hidden_")) and names[1] == "glu_grads_gluon"
-        if frozen:
-            assert len(names) == 2
-        elif tokens > 32:
-            assert names[2:] == ["dual_dgrad_tma"]
-        assert note.backward[-1].startswith("dWgate, dWup and dWdown [gluon 128x128x64")
-        assert "wgrads: gluon" in note.settings and "dgrad: " in note.settings and " grads: " not in note.settings
-    assert launched(tokens=1024)[0][1:] == ["glu_grads_gluon"]  # with dX
-    assert "glu_grads_gluon" not in launched(tokens=4096)[0]
-
-
-def test_the_weights_gradients_of_wide_layers_share_a_launch():
-    for tokens, D, H in ((1024, 2304, 9216), (8192, 1024, 4096), (8192, 4096, 14336)):
+def test_a_step_groups_them_by_itself_where_that_pays():
+    """Launches of a backward: the hidden layer, and all products."""
+    for tokens, D, H, tile in (
+        (16, 768, 3072, 64),
+        (512, 768, 3072, 64),
+        (1024, 768, 3072, 128),
+        (256, 2304, 9216, 128),
+        (4096, 2304, 9216, 128),
+        (8192, 384, 1536, 128),
+    ):
         names, note = launched(tokens=tokens, D=D, H=H)
-        assert names[1] == "glu_grads_gluon" and "wgrads: gluon" in note.settings and " grads: " not in note.settings
-    assert "wgrads: " not in launched(tokens=2048, D=1024, H=4096)[1].settings  # dX shares it
+        assert names[0].startswith(("glu_", "hidden_")) and names[1:] == ["glu_grads_gluon"]
+        assert note.backward[-1].startswith(f"dX, dWgate, dWup and dWdown [gluon {tile}x128x64")
+        assert "grads: gluon" in note.settings and "dgrad" not in note.settings
+
+
+def test_the_weights_gradients_share_a_launch_where_dx_is_not_wanted_or_would_keep_them_waiting():
+    for tokens, D, H, frozen in (
+        (512, 768, 3072, ("x",)),
+        (16, 2304, 9216, ()),
+        (128, 2304, 9216, ()),
+        (8192, 1024, 4096, ()),
+        (8192, 4096, 14336, ()),
+    ):
+        names, note = launched(tokens=tokens, D=D, H=H, frozen=frozen)
+        assert names[0].startswith(("glu_", "hidden_")) and names[1] == "glu_grads_gluon"
+        if not frozen:  # of a note all gradients are wanted
+            assert note.backward[-1].startswith("dWgate, dWup and dWdown [gluon 128x128x64")
+            assert "wgrads: gluon" in note.settings and "dgrad: " in note.settings and " grads: " not in note.settings
+    assert "glu_grads_gluon" not in launched(tokens=8192)[0]
     assert "glu_grads_gluon" not in launched(tokens=8193, D=4096, H=14336)[0]
 
 

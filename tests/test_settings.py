@@ -122,20 +122,28 @@ def test_gluon_is_forced_only_where_there_is_such_a_kernel():
             assert calculate_settings("glu", 8192, 3072, 768, torch.float32, "cuda").family == "pointer"
 
 
-def test_products_are_grouped_where_that_is_forced_or_switched_on():
-    def families(dtype=torch.bfloat16, tma=True):
-        return [calculate_settings("glu_grads", M, 3072, 768, dtype, "cuda", tma=tma).family for M in (512, 513, 2049)]
+def test_products_are_grouped_where_that_is_forced_or_pays():
+    def families(N=3072, K=768, dtype=torch.bfloat16, tma=True):
+        tokens = (1, 128, 129, 4096, 4097, 8192, 8193)
+        return [calculate_settings("glu_grads", M, N, K, dtype, "cuda", tma=tma).family for M in tokens]
 
     for info in (H200, UNKNOWN):
         with on(info), settings.override(family="gluon"):
-            assert families() == ["gluon"] * 3
-            assert families(torch.float32) == families(tma=False) == ["pair"] * 3
-    for tokens, expected in ((range(0), "pair"), (range(513, 2049), "gluon")):
-        with on(UNKNOWN), mock.patch.object(heuristic, "_GROUPED_TOKENS", tokens):
-            assert families() == ["pair", expected, "pair"]
-            assert families(torch.float32) == families(tma=False) == ["pair"] * 3
+            assert families() == ["gluon"] * 7
+            assert families(dtype=torch.float32) == families(tma=False) == ["pair"] * 7
+    with on(UNKNOWN):
+        assert families() == ["gluon"] * 4 + ["pair"] * 3
+        assert families(9216, 2304) == ["pair"] * 2 + ["gluon"] * 2 + ["pair"] * 3  # few tokens, wide weights
+        assert families(1536, 384) == ["gluon"] * 6 + ["pair"]
+        assert families(dtype=torch.float32) == families(tma=False) == ["pair"] * 7
     with on(A100), settings.override(family="gluon"):
-        assert families() == ["pair"] * 3
+        assert families() == ["pair"] * 7
+
+
+def test_few_tiles_of_long_sums_are_half_as_high():
+    with on(UNKNOWN):
+        found = [calculate_settings("glu_grads", M, 3072, 768, torch.bfloat16, "cuda").block_m for M in (1, 640, 641)]
+    assert found == [64, 64, 128]  # 5 x 6 tiles of 128 x 128, and 6 x 6
 
 
 @pytest.mark.parametrize("version, expected", [("3.5.1", "tma"), ("3.6.0", "gluon"), ("3.10.0", "tma")])

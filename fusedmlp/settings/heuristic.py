@@ -23,11 +23,16 @@ _PAIR_FROM = {"glu_backward": 3e10}
 # Tiles of 128 x 128 that keep the warp-specialised kernels' programs busy: two warpgroups each, on 132 multiprocessors.
 _GLUON_FROM = {"glu": 64, "glu_backward": 130, "linear_act": 130, "act_backward": 130}
 _GLUON_TOKENS = {"glu": 256, "glu_backward": 64, "linear_act": 256, "act_backward": 64}  # more than
-# Tokens at which the three products after the gated backward share a launch. Below, cuBLAS splits the sums where that
-# fills the device; above, and for wide layers sooner, each product fills it alone.
-_GROUPED_TOKENS = range(513, 2049)
-_GROUPED_WEIGHT = 1024 * 4096  # of a weight, at most; from this size on the weight gradients share one without dX
-# Tokens up to which dX, a few tiles of long sums, would keep the weight gradients waiting: these share a launch alone.
+# Tokens up to which the three products after the gated backward share a launch (whole steps of bench/steps.py): above,
+# each of them fills the device by itself, those of narrow weights (N K) later. Up to as few as the first, dX of wide
+# weights is a few tiles of long sums that the others would wait for.
+_GROUPED_FEW, _GROUPED_UP_TO, _GROUPED_NARROW_UP_TO = 128, 4096, 8192
+_GROUPED_NARROW = 600 * 1536
+# Tiles of 128 x 128 in dX, up to which it has half as high ones: there are few, their sums are long, and they are what
+# the launch waits for.
+_GROUPED_LOW_TILES = 30
+_GROUPED_WEIGHT = 1024 * 4096  # from this size on weights are wide
+# The weight gradients alone share a launch where dX stays out of it: of few tokens, and of wide weights.
 _GROUPED_WEIGHTS_UP_TO = 512
 _GROUPED_MEASURED_UP_TO = 8192  # tokens; at this many 1.5 to 4.5 % are left of what it saves
 # For few tokens cuBLAS reads weights of this size (N K) so much faster that it makes up for a launch more.
@@ -45,8 +50,7 @@ def family(op: str, M: int, N: int, K: int, dtype: torch.dtype, tma: bool, gluon
         few, wide = M <= _GROUPED_WEIGHTS_UP_TO, N * K >= _GROUPED_WEIGHT and M <= _GROUPED_MEASURED_UP_TO
         return "gluon" if gluon and (few or wide) else "pair"
     if op == "glu_grads":
-        fits = M in _GROUPED_TOKENS and N * K <= _GROUPED_WEIGHT
-        return "gluon" if gluon and fits else "pair"
+        return "gluon" if gluon and _grouped(M, N * K) else "pair"
     most = _SMALL_DOWN_UP_TO if op == "down" and N * K <= _SMALL_DOWN_WEIGHT else _SMALL_UP_TO.get(op, 0)
     if tma and M <= most and info.slug != "interpreter":
         return "small"
@@ -67,6 +71,12 @@ def family(op: str, M: int, N: int, K: int, dtype: torch.dtype, tma: bool, gluon
     if op in ("linear_act", "glu_backward", "act_backward") and M <= 32 and N * K >= _STREAMED_BY_CUBLAS:
         return "pair"
     return "tma" if tma else "pointer"
+
+
+def _grouped(M: int, weight: int) -> bool:
+    if M <= _GROUPED_FEW:
+        return weight <= _GROUPED_WEIGHT
+    return M <= (_GROUPED_NARROW_UP_TO if weight <= _GROUPED_NARROW else _GROUPED_UP_TO)
 
 
 def settings(
@@ -134,7 +144,10 @@ def _small(op: str, M: int, N: int, dtype: torch.dtype, info: DeviceInfo, aligne
 
 
 def _gluon(op: str, M: int, N: int, K: int) -> Settings:
-    if op in ("glu_grads", "glu_weight_grads"):
+    if op == "glu_grads":
+        low = _tiles(M, K, 128, 128) <= _GROUPED_LOW_TILES
+        return Settings("gluon", 64 if low else 128, 128, 64, parts=2, warps=4, stages=6)
+    if op == "glu_weight_grads":
         return Settings("gluon", 128, 128, 64, parts=2, warps=4, stages=5 if M <= 256 else 6)
     tiles = _tiles(M, N, 128, 128)
     if op == "linear_act":

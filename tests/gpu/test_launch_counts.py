@@ -185,12 +185,23 @@ def test_grouped_products_make_a_step_of_four_launches(cls: Any, options: dict[s
 
 @pytest.mark.parametrize("tokens", [16, 128, 500])
 @pytest.mark.parametrize("bias", [False, True])
-def test_with_few_tokens_all_weights_gradients_are_one_launch(tokens: int, bias: bool) -> None:
-    """Two forward; backward the hidden kernel, dX (two of cuBLAS with 16 tokens and wide rows), and all of dW."""
+def test_few_tokens_make_a_step_of_four_launches(tokens: int, bias: bool) -> None:
+    """Two forward; backward the hidden kernel, and one launch for dX, dWgate, dWup and dWdown."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the grouped launch is a kernel for compute capability 9.x")
     layer = FusedGeGLUMLP(HIDDEN, INTERMEDIATE, bias=bias, device="cuda", dtype=DTYPE)
     x = torch.randn(tokens, HIDDEN, device="cuda", dtype=DTYPE, requires_grad=True)
+    forward, step = _passes(layer, x)
+    assert (forward.kernels, step.kernels) == (2, 4), step.counts
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_with_few_tokens_all_weights_gradients_of_a_wide_layer_are_one_launch(bias: bool) -> None:
+    """Two forward; backward the hidden kernel, dX, and all of dW."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the grouped launch is a kernel for compute capability 9.x")
+    layer = FusedGeGLUMLP(1280, 5120, bias=bias, device="cuda", dtype=DTYPE)
+    x = torch.randn(128, 1280, device="cuda", dtype=DTYPE, requires_grad=True)
     forward, step = _passes(layer, x)
     assert (forward.kernels, step.kernels) == (2, 5), step.counts
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import warnings
 from collections.abc import Iterator
@@ -182,13 +183,15 @@ def test_the_interpreter_reads_no_table(tmp_path: Path, monkeypatch: pytest.Monk
 # ---------------------------------------------------------------------------------------------- what is said of it
 
 
-def note(M: int = 1024, **forced: object) -> fusedmlp.PlanNote:
+def note(M: int = 1024, grouped: bool = True, **forced: object) -> fusedmlp.PlanNote:
+    """``grouped``: whether the products after the hidden layer may share a launch."""
     x = torch.empty(M, 768, device="meta", dtype=torch.bfloat16, requires_grad=True)
     gate, up = (torch.empty(3072, 768, device="meta", dtype=torch.bfloat16) for _ in range(2))
     down = torch.empty(768, 3072, device="meta", dtype=torch.bfloat16)
     plan.clear()
     tables.forget()
-    with settings.override(**forced), pretended(DEVICES["nvidia-h100"]):
+    apart = contextlib.nullcontext() if grouped else settings.override("glu_grads", family="pair")
+    with settings.override(**forced), apart, pretended(DEVICES["nvidia-h100"]):
         return explain_plan(fusedmlp.glu_mlp, x, gate, up, down, activation="gelu").notes[0]
 
 
@@ -205,7 +208,7 @@ def test_explain_shows_the_measured_ratio(tmp_path: Path):
         {**dgrad, "us": 50.0, "pair_us": 50.0, "fused_us": 80.0},
         {**backward, "us": 100.0},
     )
-    found = note(M=512)
+    found = note(M=512, grouped=False)
     assert found.measured == (
         "forward: cuBLAS and a pointwise kernel: 0.93 of the fused kernel's time (measured at 1024 tokens)",
         "dgrad: two cuBLAS products: 0.62 of the fused kernel's time (measured at 2048 tokens)",
@@ -216,7 +219,7 @@ def test_explain_shows_the_measured_ratio(tmp_path: Path):
 def test_explain_says_nothing_of_products_that_one_launch_makes(tmp_path: Path):
     dgrad = {**BF16, "op": "dual_dgrad", "N": 768, "K": 3072, "M": 2048, "settings": {"family": "pair"}}
     rows_for_h100(tmp_path, {**dgrad, "us": 50.0, "pair_us": 50.0, "fused_us": 80.0})
-    assert note(M=512).measured and not note(M=1024).measured
+    assert note(M=512, grouped=False).measured and not note(M=512).measured
 
 
 def test_explain_says_nothing_where_nothing_was_measured(tmp_path: Path):

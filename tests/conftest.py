@@ -2,7 +2,8 @@
 
 Tests marked `gpu`, and all tests under tests/gpu, need a CUDA device. Without one they are skipped and
 counted in a section of their own at the end; with FUSEDMLP_REQUIRE_GPU=1 they are errors instead. So are tests of
-the compiled launcher where C cannot be compiled, or PyTorch is too old for what they look at.
+the compiled launcher where C cannot be compiled, or PyTorch is too old for what they look at, and tests of what the
+Gluon kernels are launched with under a Triton where other kernels serve.
 """
 
 from __future__ import annotations
@@ -86,6 +87,8 @@ def pytest_report_header() -> str:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    from support.gluon import NEEDS_GLUON  # it imports the package: not before it is known which
+
     skipped = terminalreporter.stats.get("skipped", [])
     count = sum("gpu" in report.keywords and NO_DEVICE in str(report.longrepr) for report in skipped)
     if count:
@@ -97,6 +100,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         count = sum(reason in str(report.longrepr) for report in skipped)
         if count:
             terminalreporter.section(f"LAUNCHER TESTS SKIPPED: {count} ({reason})", sep="!", red=True, bold=True)
+    count = sum(NEEDS_GLUON in str(report.longrepr) for report in skipped)
+    if count:
+        terminalreporter.section(f"GLUON TESTS SKIPPED: {count} ({NEEDS_GLUON})", sep="!", red=True, bold=True)
     if not HAS_KERNELS:
         said = "HUB TESTS NOT RUN: the package kernels is not installed"
         terminalreporter.section(said, sep="!", red=True, bold=True)
@@ -122,6 +128,12 @@ def _restored_settings() -> Iterator[None]:
     torch.set_float32_matmul_precision(precision)
     torch.set_default_dtype(dtype)
     torch.use_deterministic_algorithms(deterministic)
+
+
+@pytest.fixture
+def gluon_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The settings choose as under a Triton whose Gluon serves, for tests of the choice: nothing may be launched."""
+    monkeypatch.setattr("fusedmlp.settings.device._has_gluon", lambda: True)
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,7 @@ import pytest
 import torch
 from support import gluon_sim
 from support.aot import DEVICES, pretended
+from support.gluon import needs_gluon
 from support.gluon_sim import Descriptor, launch
 from torch import Tensor
 
@@ -197,6 +198,7 @@ def launched(dtype=torch.bfloat16, H=3072, D=768, frozen=(), apart=False, device
 NAMES = ("x", "gate", "up", "down")
 
 
+@needs_gluon
 def test_a_step_that_is_forced_to_group_them_makes_one_launch_of_the_three():
     for extra in ({}, {"apart": True}, {"dtype": torch.float16}, {"H": 3080}):
         names, note = launched(**extra, family="gluon")
@@ -205,6 +207,7 @@ def test_a_step_that_is_forced_to_group_them_makes_one_launch_of_the_three():
         assert "grads: gluon" in note.settings and "dgrad" not in note.settings
 
 
+@needs_gluon
 def test_with_few_tokens_the_weights_gradients_share_a_launch_and_dx_has_its_own():
     for tokens, frozen in ((16, ()), (512, ()), (512, ("x",))):
         names, note = launched(tokens=tokens, frozen=frozen)
@@ -219,6 +222,7 @@ def test_with_few_tokens_the_weights_gradients_share_a_launch_and_dx_has_its_own
     assert "glu_grads_gluon" not in launched(tokens=4096)[0]
 
 
+@needs_gluon
 def test_the_weights_gradients_of_wide_layers_share_a_launch():
     for tokens, D, H in ((1024, 2304, 9216), (8192, 1024, 4096), (8192, 4096, 14336)):
         names, note = launched(tokens=tokens, D=D, H=H)
@@ -227,6 +231,7 @@ def test_the_weights_gradients_of_wide_layers_share_a_launch():
     assert "glu_grads_gluon" not in launched(tokens=8193, D=4096, H=14336)[0]
 
 
+@needs_gluon
 def test_forced_to_share_a_launch_the_weights_do_so_without_dx():
     names, _ = launched(family="gluon", frozen=("x",))
     assert names == ["hidden_backward_gluon", "glu_grads_gluon"]

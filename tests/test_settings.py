@@ -51,6 +51,7 @@ def test_override_forces_single_fields_and_ends():
     assert calculate_settings("glu", 512, 768, 3072, torch.bfloat16, "cpu") == plain
 
 
+@pytest.mark.usefixtures("gluon_serves")
 @pytest.mark.parametrize("op", [op for op in OPS if op != "down"])
 @pytest.mark.parametrize("family", ["gluon", "tma", "pointer", "pair"])
 def test_a_forced_family_is_the_one_used(op, family):
@@ -94,6 +95,7 @@ def test_a_row_for_small_batches_serves_no_larger_ones():
         assert calculate_settings("down", 64, 768, 3072, torch.bfloat16, "cuda", tma=False).family == "pair"
 
 
+@pytest.mark.usefixtures("gluon_serves")
 def test_gluon_is_forced_only_where_there_is_such_a_kernel():
     with settings.override(family="gluon"):
         b200 = DeviceInfo("nvidia-b200", (10, 0), 148)
@@ -106,6 +108,7 @@ def test_gluon_is_forced_only_where_there_is_such_a_kernel():
             assert calculate_settings("glu", 8192, 3072, 768, torch.float32, "cuda").family == "pointer"
 
 
+@pytest.mark.usefixtures("gluon_serves")
 def test_products_are_grouped_where_that_is_forced_or_switched_on():
     def families(dtype=torch.bfloat16, tma=True):
         return [calculate_settings("glu_grads", M, 3072, 768, dtype, "cuda", tma=tma).family for M in (512, 513, 2049)]
@@ -132,6 +135,7 @@ def test_gluon_serves_under_the_tritons_it_was_checked_with(version, expected):
         device._has_gluon.cache_clear()
 
 
+@pytest.mark.usefixtures("gluon_serves")
 def test_a_gluon_row_does_not_serve_what_its_kernel_lacks():
     row = {"op": "glu_backward", "dtype": "bfloat16", "precision": "", "N": 3072, "K": 768, "M": 64}
     text = json.dumps({"rows": [{**row, "settings": {"family": "gluon"}}]})

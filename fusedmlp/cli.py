@@ -63,7 +63,8 @@ def _info_lines() -> list[str]:
     lines += [f"{'python':22s}{platform.python_version()} ({platform.system()} {platform.machine()})"]
     for package in PACKAGES:
         try:
-            version = metadata.version(package)
+            # PyTorch's own word: the metadata of its wheels on PyPI leaves out which CUDA they are built for.
+            version = torch.__version__ if package == "torch" else metadata.version(package)
         except metadata.PackageNotFoundError:
             version = "not installed"
         lines.append(f"{package:22s}{version}")

@@ -2,7 +2,8 @@
 
 Tests marked `gpu`, and all tests under tests/gpu, need a CUDA device. Without one they are skipped and
 counted in a section of their own at the end; with FUSEDMLP_REQUIRE_GPU=1 they are errors instead. So are tests of
-the compiled launcher where C cannot be compiled, or PyTorch is too old for what they look at.
+the compiled launcher where C cannot be compiled, or PyTorch is too old for what they look at, and tests of what the
+Gluon kernels are launched with under a Triton where other kernels serve.
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ collect_ignore = [] if HAS_KERNELS else ["hub", "test_layers.py"]
 GPU_FOLDER = Path(__file__).parent / "gpu"
 NO_DEVICE = "no CUDA device"
 ONE_DEVICE = "one CUDA device, a second is needed"
-NO_GLUON = "Triton has no Gluon that the kernels are written for"
 
 
 def has_gpu() -> bool:
@@ -80,15 +80,6 @@ def second_device() -> torch.device:
     return torch.device("cuda", 1)
 
 
-@pytest.fixture(scope="session")
-def gluon() -> None:
-    """A Triton whose Gluon the kernels are written for."""
-    from fusedmlp.settings.device import _has_gluon
-
-    if not _has_gluon():
-        pytest.skip(NO_GLUON)
-
-
 def pytest_report_header() -> str:
     device = torch.cuda.get_device_name() if has_gpu() else "none"
     interpreter = os.environ.get("TRITON_INTERPRET", "0")
@@ -96,6 +87,8 @@ def pytest_report_header() -> str:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    from support.gluon import NEEDS_GLUON  # it imports the package: not before it is known which
+
     skipped = terminalreporter.stats.get("skipped", [])
     count = sum("gpu" in report.keywords and NO_DEVICE in str(report.longrepr) for report in skipped)
     if count:
@@ -103,13 +96,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     count = sum(ONE_DEVICE in str(report.longrepr) for report in skipped)
     if count:
         terminalreporter.section(f"GPU TESTS SKIPPED: {count} ({ONE_DEVICE})", sep="!", red=True, bold=True)
-    count = sum(NO_GLUON in str(report.longrepr) for report in skipped)
-    if count:
-        terminalreporter.section(f"GLUON TESTS SKIPPED: {count} ({NO_GLUON})", sep="!", red=True, bold=True)
     for reason in (NEEDS_COMPILER, NEEDS_EXCHANGE):
         count = sum(reason in str(report.longrepr) for report in skipped)
         if count:
             terminalreporter.section(f"LAUNCHER TESTS SKIPPED: {count} ({reason})", sep="!", red=True, bold=True)
+    count = sum(NEEDS_GLUON in str(report.longrepr) for report in skipped)
+    if count:
+        terminalreporter.section(f"GLUON TESTS SKIPPED: {count} ({NEEDS_GLUON})", sep="!", red=True, bold=True)
     if not HAS_KERNELS:
         said = "HUB TESTS NOT RUN: the package kernels is not installed"
         terminalreporter.section(said, sep="!", red=True, bold=True)
@@ -135,6 +128,12 @@ def _restored_settings() -> Iterator[None]:
     torch.set_float32_matmul_precision(precision)
     torch.set_default_dtype(dtype)
     torch.use_deterministic_algorithms(deterministic)
+
+
+@pytest.fixture
+def gluon_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The settings choose as under a Triton whose Gluon serves, for tests of the choice: nothing may be launched."""
+    monkeypatch.setattr("fusedmlp.settings.device._has_gluon", lambda: True)
 
 
 @pytest.fixture(scope="session")

@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from support.aot import DEVICES, Recorded, pretended
+from support.gluon import needs_gluon
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -40,7 +41,9 @@ def launched(op: str, candidate: Settings, shape: ahead.Shape, dtype: str) -> li
         return list(recorded)
 
 
-@pytest.mark.parametrize("op", CANDIDATES)
+@pytest.mark.parametrize(
+    "op", [pytest.param(op, marks=[needs_gluon] if op in GLUON_ONLY_OPS else []) for op in CANDIDATES]
+)
 def test_a_candidate_compiles_to_one_kernel_for_all_shapes(op: str) -> None:
     """The types, constants, divisibility and options of every launch are those of the shape that stands in."""
     shapes = [*product((1, 37, 64), [(384, 1536)]), (1024, (1152, 4304)), (16384, (8192, 28672)), (64, (72, 136))]

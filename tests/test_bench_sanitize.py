@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.aot import DEVICES, pretended
+from support.gluon import needs_gluon
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -20,8 +21,10 @@ sys.path.insert(0, str(ROOT))
 from bench import common, sanitize  # noqa: E402
 from fusedmlp import functional, settings  # noqa: E402
 
+CASES = [pytest.param(c, id=str(c), marks=[needs_gluon] if c.family == "gluon" else []) for c in sanitize.CASES]
 
-@pytest.mark.parametrize("case", sanitize.CASES, ids=str)
+
+@pytest.mark.parametrize("case", CASES)
 def test_a_case_launches_its_kernels_on_hopper(case: sanitize.Case) -> None:
     meta = {name: t.to("meta") for name, t in sanitize.operands(case).items()}
     with settings.override(family=case.family, **case.tile), pretended(DEVICES["nvidia-h200"]) as recorded:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support import aot
+from support.gluon import needs_gluon
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -59,6 +60,7 @@ def test_what_raises_is_named_and_the_others_are_measured(timed: None, monkeypat
     assert {r["variant"] for r in run.rows} == {"eager", "plan"}
 
 
+@needs_gluon
 @pytest.mark.parametrize("name", steps.STEP["geglu"])
 def test_a_plan_replaces_the_kernels_that_it_names_and_no_others(name: str) -> None:
     layer = FusedGLUMLP(2304, 9216, device="meta", dtype=torch.bfloat16)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from support import gluon_sim
 from support.aot import DEVICES, pretended
+from support.gluon import needs_gluon
 from support.gluon_sim import Descriptor, launch
 from torch import Tensor
 
@@ -197,6 +198,7 @@ def launched(dtype=torch.bfloat16, H=3072, D=768, frozen=(), apart=False, device
 NAMES = ("x", "gate", "up", "down")
 
 
+@needs_gluon
 def test_a_step_that_is_forced_to_group_them_makes_one_launch_of_the_three():
     for extra in ({}, {"apart": True}, {"dtype": torch.float16}, {"H": 3080}):
         names, note = launched(**extra, family="gluon")
@@ -205,6 +207,7 @@ def test_a_step_that_is_forced_to_group_them_makes_one_launch_of_the_three():
         assert "grads: gluon" in note.settings and "dgrad" not in note.settings
 
 
+@needs_gluon
 def test_a_step_groups_them_by_itself_where_that_pays():
     """Launches of a backward: the hidden layer, and all products."""
     for tokens, D, H, tile in (
@@ -221,6 +224,7 @@ def test_a_step_groups_them_by_itself_where_that_pays():
         assert "grads: gluon" in note.settings and "dgrad" not in note.settings
 
 
+@needs_gluon
 def test_the_weights_gradients_share_a_launch_where_dx_is_not_wanted_or_would_keep_them_waiting():
     for tokens, D, H, frozen in (
         (512, 768, 3072, ("x",)),
@@ -238,6 +242,7 @@ def test_the_weights_gradients_share_a_launch_where_dx_is_not_wanted_or_would_ke
     assert "glu_grads_gluon" not in launched(tokens=8193, D=4096, H=14336)[0]
 
 
+@needs_gluon
 def test_forced_to_share_a_launch_the_weights_do_so_without_dx():
     names, _ = launched(family="gluon", frozen=("x",))
     assert names == ["hidden_backward_gluon", "glu_grads_gluon"]

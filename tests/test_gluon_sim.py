@@ -12,6 +12,7 @@ from types import ModuleType
 import pytest
 import torch
 from support import gluon_sim
+from support.gluon import NEEDS_GLUON
 from support.gluon_sim import Descriptor, launch
 
 SAMPLE = "support.gluon_sample"
@@ -57,7 +58,7 @@ def test_the_sample_is_gluon(dtype):
     """It compiles for Hopper: the simulator is not fed with a language of its own."""
     triton = pytest.importorskip("triton")
     if tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 6):
-        pytest.skip("Gluon for Hopper needs Triton 3.6")
+        pytest.skip(NEEDS_GLUON)
     from support import gluon_sample
     from triton.backends.compiler import GPUTarget
     from triton.experimental.gluon import language as gl

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support.aot import DEVICES, Recorded, pretended
+from support.gluon import needs_gluon
 from torch import Tensor
 
 from fusedmlp import explain_plan, functional, settings
@@ -49,6 +50,7 @@ def named(launches: list[Recorded], name: str) -> list[Recorded]:
     return found
 
 
+@needs_gluon
 @pytest.mark.parametrize("gate_room, up_room", [(0, 1024), (8, 0), (16, 8)])
 def test_gate_and_up_are_each_described_by_their_own_rows(gate_room, up_room):
     launches = step(gate_room=gate_room, up_room=up_room)
@@ -59,6 +61,7 @@ def test_gate_and_up_are_each_described_by_their_own_rows(gate_room, up_room):
     assert (grads.tiles[2].strides, grads.tiles[3].strides) == ((D + gate_room, 1), (D + up_room, 1))
 
 
+@needs_gluon
 @pytest.mark.parametrize("forced", [{"parts": 1}, {"block_n": 256, "parts": 1}, {"stages": 1}], ids=str)
 @pytest.mark.parametrize("biases", [False, True])
 def test_rings_have_two_places_at_least(forced, biases):
@@ -71,6 +74,7 @@ def test_rings_have_two_places_at_least(forced, biases):
         assert constants.get("SLOTS", 2) >= 2
 
 
+@needs_gluon
 def test_a_grid_behind_a_barrier_is_resident():
     for ctas in (1, 2):
         for launch in named(step(True, ctas_per_sm=ctas), "hidden_backward_gluon"):
@@ -88,7 +92,7 @@ def test_the_stand_in_of_weights_that_lie_apart_is_named():
     assert "dgrad: pointer" in note.settings and "[pointer" in note.backward[1]
 
 
-@pytest.mark.parametrize("family", ["gluon", "tma", "pointer", "pair"])
+@pytest.mark.parametrize("family", [pytest.param("gluon", marks=needs_gluon), "tma", "pointer", "pair"])
 @pytest.mark.parametrize("biases", [False, True])
 def test_a_kept_activation_is_not_stored_again(family, biases):
     """The launches of the default, of which the one back to the hidden layer stores no activation."""

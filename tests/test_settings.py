@@ -67,6 +67,7 @@ def test_override_forces_single_fields_and_ends():
     assert calculate_settings("glu", 512, 768, 3072, torch.bfloat16, "cpu") == plain
 
 
+@pytest.mark.usefixtures("gluon_serves")
 @pytest.mark.parametrize("op", [op for op in OPS if op != "down"])
 @pytest.mark.parametrize("family", ["gluon", "tma", "pointer", "pair"])
 def test_a_forced_family_is_the_one_used(op, family):
@@ -110,6 +111,7 @@ def test_a_row_for_small_batches_serves_no_larger_ones():
         assert calculate_settings("down", 64, 768, 3072, torch.bfloat16, "cuda", tma=False).family == "pair"
 
 
+@pytest.mark.usefixtures("gluon_serves")
 def test_gluon_is_forced_only_where_there_is_such_a_kernel():
     with settings.override(family="gluon"):
         b200 = DeviceInfo("nvidia-b200", (10, 0), 148)
@@ -122,6 +124,7 @@ def test_gluon_is_forced_only_where_there_is_such_a_kernel():
             assert calculate_settings("glu", 8192, 3072, 768, torch.float32, "cuda").family == "pointer"
 
 
+@pytest.mark.usefixtures("gluon_serves")
 def test_products_are_grouped_where_that_is_forced_or_pays():
     def families(N=3072, K=768, dtype=torch.bfloat16, tma=True):
         tokens = (1, 128, 129, 4096, 4097, 8192, 8193)
@@ -140,6 +143,7 @@ def test_products_are_grouped_where_that_is_forced_or_pays():
         assert families() == ["pair"] * 7
 
 
+@pytest.mark.usefixtures("gluon_serves")
 def test_few_tiles_of_long_sums_are_half_as_high():
     with on(UNKNOWN):
         found = [calculate_settings("glu_grads", M, 3072, 768, torch.bfloat16, "cuda").block_m for M in (1, 640, 641)]
@@ -156,6 +160,7 @@ def test_gluon_serves_under_the_tritons_it_was_checked_with(version, expected):
         device._has_gluon.cache_clear()
 
 
+@pytest.mark.usefixtures("gluon_serves")
 def test_a_gluon_row_does_not_serve_what_its_kernel_lacks():
     row = {"op": "glu_backward", "dtype": "bfloat16", "precision": "", "N": 3072, "K": 768, "M": 64}
     text = json.dumps({"rows": [{**row, "settings": {"family": "gluon"}}]})

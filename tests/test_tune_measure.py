@@ -25,6 +25,7 @@ def problem(M: int, D: int, H: int, dtype: torch.dtype, device: str = "cpu") -> 
     return make(M, D, H, dtype, device)
 
 
+@pytest.mark.usefixtures("gluon_serves")
 @pytest.mark.parametrize("op", CANDIDATES)
 def test_the_plan_that_is_measured_takes_the_candidate(op: str):
     """Each candidate becomes the settings under the name that measure() looks at."""
@@ -100,7 +101,7 @@ class Bench:
 
 
 @pytest.fixture
-def bench() -> Iterator[Bench]:
+def bench(gluon_serves: None) -> Iterator[Bench]:
     found = Bench()
     with (
         mock.patch.object(measure, "plan_of", found.plan_of),

@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from support.aot import DEVICES, pretended
+from support.gluon import needs_gluon
 
 import fusedmlp
 from fusedmlp import calculate_settings, cli, explain_plan, plan, settings
@@ -216,6 +217,7 @@ def test_explain_shows_the_measured_ratio(tmp_path: Path):
     assert str(found).endswith("\n  ".join(["", *found.measured]))
 
 
+@needs_gluon
 def test_explain_says_nothing_of_products_that_one_launch_makes(tmp_path: Path):
     dgrad = {**BF16, "op": "dual_dgrad", "N": 768, "K": 3072, "M": 2048, "settings": {"family": "pair"}}
     rows_for_h100(tmp_path, {**dgrad, "us": 50.0, "pair_us": 50.0, "fused_us": 80.0})

@@ -42,6 +42,7 @@ Plan = dict[str, Settings]  # op -> its settings, where they are not the plan's 
 PAIR = Settings("pair")
 PINGPONG, COOPERATIVE = gluon(128, 64, 64, 1, 4, 6), gluon(128, 128, 64, 1, 8, 4)
 TOGETHER, APART = gluon(128, 128, 64, 2, 4, 6), {"glu_grads": PAIR, "glu_weight_grads": PAIR}
+LOW = gluon(64, 128, 64, 2, 4, 6)
 DX = {"dX by cuBLAS": PAIR, "dX 128x256": tma(128, 256, 64, 2, 8, 4, 1), "dX 128x128": tma(128, 128, 64, 2, 4, 3, 2)}
 
 FORWARD: dict[str, dict[str, Plan]] = {
@@ -70,13 +71,16 @@ STEP: dict[str, dict[str, Plan]] = {
             "dual_dgrad": PAIR,
         },
         "gradients together": {"glu_grads": TOGETHER},
-        "gradients together, 64 rows": {"glu_grads": gluon(64, 128, 64, 2, 4, 6)},
+        "gradients together, 64 rows": {"glu_grads": LOW},
     },
     "mlp_relu": {
         **FORWARD["mlp_relu"],
         "hidden ping-pong": {"act_backward": gluon(128, 128, 64, 4, 4, 4)},
         "hidden 128x128": {"act_backward": tma(128, 128, 64, 2, 8, 4, 1)},
         "hidden by cuBLAS": {"act_backward": PAIR},
+        "gradients apart": {"glu_grads": PAIR},
+        "gradients together": {"glu_grads": TOGETHER},
+        "gradients together, 64 rows": {"glu_grads": LOW},
     },
 }
 CANDIDATES = {"forward": FORWARD, "step": STEP}

@@ -124,7 +124,7 @@ def _serving(plan: Plan) -> dict[str, Settings]:
     ours = {name: _settings(plan, name) for name in plan.settings if not name.endswith(".apart")}
     if "grads" in ours:  # one launch for several products, or nothing of ours
         for name in ("dgrad", "wgrads") if ours["grads"].family == "gluon" else ("grads",):
-            del ours[name]
+            ours.pop(name, None)
         if "wgrads" in ours and ours["wgrads"].family == "pair":
             del ours["wgrads"]
     if "down" in ours and ours["down"].family == "pair":
@@ -207,7 +207,8 @@ def _mlp(plan: Plan, save: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
     )
     down = _kernel(plan, "down", "fc2", ("cuBLAS fc2",))
     again = tuple(f"again: {text}" for text in forward) if save == saving.INPUT else ()
-    return (*forward, *down), (*again, *hidden, "cuBLAS dX", "cuBLAS dW1", "cuBLAS dW2")
+    products = _kernel(plan, "grads", "dX, dW1 and dW2", ("cuBLAS dX", "cuBLAS dW1", "cuBLAS dW2"))
+    return (*forward, *down), (*again, *hidden, *products)
 
 
 def _relu_mlp(plan: Plan, save: int) -> tuple[tuple[str, ...], tuple[str, ...]]:

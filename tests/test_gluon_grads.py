@@ -65,7 +65,7 @@ def check_grads(shape, ring, needs=ALL, strided=False, seed=0):
         seen(dgate_up_weight[:H], needs_gate_up, BLOCK_M, columns),
         seen(dgate_up_weight[H:], needs_gate_up, BLOCK_M, columns),
         seen(ddown, needs_down, BLOCK_M, columns),
-        *(M, H, D, D_out, stages, buffers, 2, columns, *needs),
+        *(M, H, D, D_out, H, stages, buffers, 2, columns, *needs),
         seed=seed,
     )
     exact = (
@@ -98,33 +98,56 @@ def test_weights_with_row_strides_of_their_own(shape):
     check_grads(shape, (3, 1, 16), strided=True)
 
 
+@pytest.mark.parametrize("ring", RINGS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_two_layers(shape, ring):
+    """The halves of the hidden layer stand for gate and up; h is as wide as both."""
+    kernel = gluon_sim.load(MODULE).glu_grads_gluon
+    M, H, D, D_out, programs = shape
+    stages, buffers, columns = ring
+    gy, h, x, dpre = torch.randn(M, D_out), torch.randn(M, 2 * H), torch.randn(M, D), torch.randn(M, 2 * H)
+    fc1 = torch.randn(2 * H, D + 8)[:, :D]
+    dx, dw1, dw2 = (torch.full(size, torch.nan) for size in ((M, D), (2 * H, D), (D_out, 2 * H)))
+    rows, columns_of_a, of_b, out = (BLOCK_M, BLOCK_K), (BLOCK_K, BLOCK_M), (BLOCK_K, BLOCK_N), (BLOCK_M, columns)
+    seen = [(dpre[:, :H], rows), (dpre[:, H:], rows), (fc1[:H], of_b), (fc1[H:], of_b)]
+    seen += [(dpre[:, :H], columns_of_a), (dpre[:, H:], columns_of_a), (x, of_b), (gy, columns_of_a), (h, of_b)]
+    seen += [(dx, out), (dw1[:H], out), (dw1[H:], out), (dw2, out)]
+    sizes = (M, H, D, D_out, 2 * H, stages, buffers, 2, columns, *ALL)
+    launch(kernel, programs, 4, *(Descriptor(tensor, box) for tensor, box in seen), *sizes, seed=0)
+    exact = (dpre.double() @ fc1.double(), dpre.double().T @ x.double(), gy.double().T @ h.double())
+    for found, right in zip((dx, dw1, dw2), exact, strict=True):
+        assert float((found.double() - right).norm() / right.norm()) < 2e-6
+
+
 # M, H, D, D_out, programs and blocks of the schedule: what an H200 is to run, and small ones of every kind.
 REAL = [(M, H, D, D, 132, 128, 128, 64) for M in (1, 512, 1024, 2048, 8192) for D, H in ((768, 3072), (2304, 9216))]
 SMALL = [(*shape, BLOCK_M, BLOCK_N, BLOCK_K) for shape in SHAPES]
 
 
 @pytest.mark.parametrize("needs", [ALL, (True, False, False), (False, True, True), (True, False, True)], ids=str)
+@pytest.mark.parametrize("halves", [False, True], ids=["gated", "two layers"])
 @pytest.mark.parametrize("case", REAL + SMALL, ids=str)
-def test_the_schedule_is_the_greedy_one(case, needs):
+def test_the_schedule_is_the_greedy_one(case, halves, needs):
     """Each tile once, steps counted on without gaps, and loads as by giving each tile, longest first, to whoever has
     least to do."""
     M, H, D, D_out, programs, m, n, k = case
+    h_down = 2 * H if halves else H
     module = gluon_sim.load(MODULE)
     seen, loads, sums = [], [], []
     for program in range(programs):
         place = {"program_id": lambda axis, p=program: p, "num_programs": lambda axis: programs}
         module.gl = SimpleNamespace(cdiv=lambda a, b: -(-a // b), minimum=min, **place)
-        own, shares = module._shares(M, H, D, D_out, m, n, k, *needs)
+        own, shares = module._shares(M, H, D, D_out, h_down, m, n, k, *needs)
         steps_before = 0
         for j in range(own):
-            kind, row, column, first, steps = module._nth(j, shares, M, H, D, D_out, m, n, needs[1], 8)
+            kind, row, column, first, steps = module._nth(j, shares, M, H, D, D_out, h_down, m, n, needs[1], 8)
             assert first == steps_before
             assert steps == (2 * -(-H // k) if kind == 0 else -(-M // k))
             steps_before += steps
             seen.append((kind, row, column))
             sums.append(steps)
         loads.append(steps_before)
-    sizes = ((M, D), (H, D), (H, D), (D_out, H))
+    sizes = ((M, D), (H, D), (H, D), (D_out, h_down))
     wanted = {
         (kind, row, column)
         for kind, (rows, columns) in enumerate(sizes)
@@ -267,3 +290,63 @@ def test_everywhere_else_the_products_stay_apart(case):
     assert names[0].startswith(("glu_", "hidden_")) and "glu_grads_gluon" not in names
     if "frozen" not in case:
         assert len(note.backward) >= 4 and "grads:" not in note.settings
+
+
+def launched_of_two_layers(tokens=1024, D=768, H=3072, D_out=640, dtype=torch.bfloat16, frozen=(), pad=0, **options):
+    """What a backward of two layers launches of ours, and what is said of it."""
+    device = options.pop("device", "nvidia-h200")
+
+    def make(name: str, *shape: int) -> Tensor:
+        room = pad if name == "fc1" else 0
+        base = torch.empty(*shape[:-1], shape[-1] + room, dtype=dtype, device="meta")
+        return base[..., : shape[-1]].requires_grad_(name not in frozen)
+
+    x, fc1, fc2, b1, b2 = (
+        make(*one) for one in (("x", tokens, D), ("fc1", H, D), ("fc2", D_out, H), ("b1", H), ("b2", D_out))
+    )
+    operands = (x, fc1, fc2, b1, b2)
+    with settings.override(**options), pretended(DEVICES[device]) as recorded:
+        note = explain_plan(lambda: functional.mlp(*operands, activation="gelu_tanh")).notes[0]
+        y = functional.mlp(*operands, activation="gelu_tanh")
+        del recorded[:]
+        y.backward(torch.empty_like(y))
+    assert [None if t.grad is None else t.grad.shape for t in operands] == [
+        None if name in frozen else t.shape for name, t in zip(("x", "fc1", "fc2", "b1", "b2"), operands, strict=True)
+    ]
+    return recorded, note
+
+
+@needs_gluon
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("tokens, tile", [(16, 64), (640, 64), (1024, 128), (4096, 128)])
+def test_two_layers_make_one_launch_of_their_products(tokens, tile, dtype):
+    recorded, note = launched_of_two_layers(tokens, dtype=dtype, pad=16)
+    assert len(recorded) == 2 and recorded[1].name == "glu_grads_gluon"
+    assert len(note.backward) == 2 and note.backward[1].startswith(f"dX, dW1 and dW2 [gluon {tile}x128x64")
+    assert "grads: gluon" in note.settings
+    upper, lower = recorded[1].tiles[2], recorded[1].tiles[3]
+    assert upper.shape == lower.shape == (1536, 768) and upper.strides == lower.strides == (784, 1)
+    assert (upper.offset, lower.offset) == (0, 1536 * 784)
+    assert recorded[1].tiles[8].shape == (tokens, 3072)  # h is as wide as both halves
+    assert recorded[1].tiles[12].shape == (640, 3072)
+
+
+@needs_gluon
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"tokens": 4097},
+        {"tokens": 128, "D": 2304, "H": 9216},  # a few tiles of long sums
+        {"H": 3080},  # halves of no multiple of 16 bytes
+        {"H": 3076},
+        {"dtype": torch.float32},
+        {"device": "nvidia-b200"},
+        *({"frozen": (name,)} for name in ("x", "fc1", "fc2")),
+    ],
+    ids=str,
+)
+def test_products_of_two_layers_stay_apart_elsewhere(case):
+    recorded, note = launched_of_two_layers(**case)
+    assert "glu_grads_gluon" not in [entry.name for entry in recorded]
+    if "frozen" not in case:
+        assert note.backward[-3:] == ("cuBLAS dX", "cuBLAS dW1", "cuBLAS dW2") and "grads" not in note.settings

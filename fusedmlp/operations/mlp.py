@@ -1,4 +1,5 @@
-"""The two-layer MLP: two launches forward, four backward (hidden with both bias gradients; dX; dW1; dW2)."""
+"""The two-layer MLP: two launches forward, four backward (hidden with both bias gradients; dX; dW1; dW2), or two where
+the last three are grouped."""
 
 from __future__ import annotations
 
@@ -72,6 +73,11 @@ def backward(
     if needs_x or needs_w1 or needs_b1:
         remake = needs_w2 and a is None
         dpre, made, db1, db2 = run.act.act_backward(plan, "backward", gy, fc2, kept, act, remake, needs_b1, needs_b2)
+        if needs_x and needs_w1 and needs_w2 and plan.settings["grads"].family == "gluon":
+            hidden = made if a is None else a
+            assert hidden is not None
+            dx, dw1, dw2 = run.glu_grads.glu_grads(plan, "grads", gy, hidden, dpre, x, fc1, fc1)
+            return dx, dw1, dw2, db1, db2
         if needs_w2:
             hidden = made if a is None else a
             assert hidden is not None

@@ -206,6 +206,18 @@ def test_with_few_tokens_all_weights_gradients_of_a_wide_layer_are_one_launch(bi
     assert (forward.kernels, step.kernels) == (2, 5), step.counts
 
 
+@pytest.mark.parametrize("tokens", [16, 1024])
+@pytest.mark.parametrize("bias", [False, True])
+def test_two_layers_make_a_step_of_four_launches(tokens: int, bias: bool) -> None:
+    """Two forward; backward the hidden kernel, and one launch for dX, dW1 and dW2."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the grouped launch is a kernel for compute capability 9.x")
+    layer = FusedMLP(HIDDEN, INTERMEDIATE, bias=bias, device="cuda", dtype=DTYPE)
+    x = torch.randn(tokens, HIDDEN, device="cuda", dtype=DTYPE, requires_grad=True)
+    forward, step = _passes(layer, x)
+    assert (forward.kernels, step.kernels) == (2, 4), step.counts
+
+
 def test_no_grad_forward_is_no_longer_than_one_with_gradients() -> None:
     fused, _, x = _made(TABLE["geglu"])
     with torch.no_grad():

@@ -8,6 +8,9 @@ turns would leave those with a dX tile far behind: it may be six times as long a
 
 One warp loads, two warpgroups take the program's tiles in turns, and both count the steps of all of them, since the
 ring is one. Gate and up have descriptors of their own: a ragged tile of one cannot reach into the other.
+
+An MLP of two layers has the same three products: gate and up are then the halves of its one hidden layer, H wide each,
+and only h is as wide as both (H_DOWN).
 """
 
 from triton.experimental import gluon
@@ -34,6 +37,7 @@ def _shares(
     H,
     D,
     D_OUT,
+    H_DOWN,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
@@ -46,7 +50,7 @@ def _shares(
     w_steps = gl.cdiv(M, BLOCK_K)
     x_tiles = gl.cdiv(M, BLOCK_M) * gl.cdiv(D, BLOCK_N) * NEED_X
     w_tiles = 2 * gl.cdiv(H, BLOCK_M) * gl.cdiv(D, BLOCK_N) * NEED_GATE_UP
-    w_tiles += gl.cdiv(D_OUT, BLOCK_M) * gl.cdiv(H, BLOCK_N) * NEED_DOWN
+    w_tiles += gl.cdiv(D_OUT, BLOCK_M) * gl.cdiv(H_DOWN, BLOCK_N) * NEED_DOWN
     x_is_long = x_steps >= w_steps
     longs = x_tiles
     shorts = w_tiles
@@ -80,6 +84,7 @@ def _nth(
     H,
     D,
     D_OUT,
+    H_DOWN,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     NEED_GATE_UP: gl.constexpr,
@@ -121,7 +126,7 @@ def _nth(
             product = 3
             tile = tile - 2 * gate_tiles
             tiles_m = gl.cdiv(D_OUT, BLOCK_M)
-            tiles_n = gl.cdiv(H, BLOCK_N)
+            tiles_n = gl.cdiv(H_DOWN, BLOCK_N)
     row, column = tile_of(tile, tiles_m, tiles_n, GROUP)
     return product, row * BLOCK_M, column * BLOCK_N, first, steps
 
@@ -164,6 +169,7 @@ def _load_operands(
     H,
     D,
     D_OUT,
+    H_DOWN,
     STAGES: gl.constexpr,
     GROUP: gl.constexpr,
     NEED_X: gl.constexpr,
@@ -174,9 +180,9 @@ def _load_operands(
     BLOCK_K: gl.constexpr = b_bufs.shape[1]
     BLOCK_N: gl.constexpr = b_bufs.shape[2]
     # fmt: off
-    own, shares = _shares(M, H, D, D_OUT, BLOCK_M, BLOCK_N, BLOCK_K, NEED_X, NEED_GATE_UP, NEED_DOWN)
+    own, shares = _shares(M, H, D, D_OUT, H_DOWN, BLOCK_M, BLOCK_N, BLOCK_K, NEED_X, NEED_GATE_UP, NEED_DOWN)
     for j in range(own):
-        product, row, column, i, steps = _nth(j, shares, M, H, D, D_OUT, BLOCK_M, BLOCK_N, NEED_GATE_UP, GROUP)
+        product, row, column, i, steps = _nth(j, shares, M, H, D, D_OUT, H_DOWN, BLOCK_M, BLOCK_N, NEED_GATE_UP, GROUP)
         if NEED_X:
             if product == 0:
                 half = steps // 2
@@ -294,6 +300,7 @@ def _consume(
     H,
     D,
     D_OUT,
+    H_DOWN,
     STAGES: gl.constexpr,
     BUFFERS: gl.constexpr,
     GROUP: gl.constexpr,
@@ -308,10 +315,11 @@ def _consume(
     BLOCK_N: gl.constexpr = b_bufs.shape[2]
     results = (dx_desc, dgate_weight_desc, dup_weight_desc, ddown_weight_desc)
     # fmt: off
-    own, shares = _shares(M, H, D, D_OUT, BLOCK_M, BLOCK_N, BLOCK_K, NEED_X, NEED_GATE_UP, NEED_DOWN)
+    own, shares = _shares(M, H, D, D_OUT, H_DOWN, BLOCK_M, BLOCK_N, BLOCK_K, NEED_X, NEED_GATE_UP, NEED_DOWN)
     out = 0
     for j in range(WHO, own, 2):
-        product, row, column, first, steps = _nth(j, shares, M, H, D, D_OUT, BLOCK_M, BLOCK_N, NEED_GATE_UP, GROUP)
+        product, row, column, first, steps = _nth(j, shares, M, H, D, D_OUT, H_DOWN, BLOCK_M, BLOCK_N, NEED_GATE_UP,
+                                                  GROUP)
         take_turn(turns, j // 2, WHO)
         if NEED_X:
             if product == 0:
@@ -344,6 +352,7 @@ def glu_grads_gluon(
     H,
     D,
     D_OUT,
+    H_DOWN,
     STAGES: gl.constexpr,
     BUFFERS: gl.constexpr,
     GROUP: gl.constexpr,
@@ -354,8 +363,8 @@ def glu_grads_gluon(
 ):
     """Persistent, 4 warps (12 with the specialised ones). dgate, dup [M, H] box [BLOCK_M, BLOCK_K] and again, as
     operands that are transposed in shared memory, box [BLOCK_K, BLOCK_M]; so is gy [M, D_OUT]. gate, up weight [H, D],
-    x [M, D] and h [M, H] box [BLOCK_K, BLOCK_N]. Results box [BLOCK_M, COLUMNS], COLUMNS BLOCK_N or half of it. What
-    no product that is asked for has to do with is None, but for dgate (both) and the gate weight."""
+    x [M, D] and h [M, H_DOWN] box [BLOCK_K, BLOCK_N]. Results box [BLOCK_M, COLUMNS], COLUMNS BLOCK_N or half of it.
+    What no product that is asked for has to do with is None, but for dgate (both) and the gate weight."""
     DTYPE: gl.constexpr = dgate_desc.dtype
     BLOCK_M: gl.constexpr = dgate_desc.block_type.shape[0]
     a_bufs = gl.allocate_shared_memory(DTYPE, [STAGES] + dgate_desc.block_type.shape, dgate_desc.layout)
@@ -371,11 +380,13 @@ def glu_grads_gluon(
     # fmt: off
     gl.warp_specialize([
         (_consume, (dx_desc, dgate_weight_desc, dup_weight_desc, ddown_weight_desc, a_bufs, a_t_bufs, b_bufs, full,
-                    empty, turns, outs0, M, H, D, D_OUT, STAGES, BUFFERS, GROUP, NEED_X, NEED_GATE_UP, NEED_DOWN, 0)),
+                    empty, turns, outs0, M, H, D, D_OUT, H_DOWN, STAGES, BUFFERS, GROUP, NEED_X, NEED_GATE_UP,
+                    NEED_DOWN, 0)),
         (_consume, (dx_desc, dgate_weight_desc, dup_weight_desc, ddown_weight_desc, a_bufs, a_t_bufs, b_bufs, full,
-                    empty, turns, outs1, M, H, D, D_OUT, STAGES, BUFFERS, GROUP, NEED_X, NEED_GATE_UP, NEED_DOWN, 1)),
+                    empty, turns, outs1, M, H, D, D_OUT, H_DOWN, STAGES, BUFFERS, GROUP, NEED_X, NEED_GATE_UP,
+                    NEED_DOWN, 1)),
         (_load_operands, (dgate_desc, dup_desc, gate_desc, up_desc, dgate_t_desc, dup_t_desc, x_desc, gy_t_desc,
-                          h_desc, a_bufs, a_t_bufs, b_bufs, full, empty, M, H, D, D_OUT, STAGES, GROUP, NEED_X,
-                          NEED_GATE_UP, NEED_DOWN)),
+                          h_desc, a_bufs, a_t_bufs, b_bufs, full, empty, M, H, D, D_OUT, H_DOWN, STAGES, GROUP,
+                          NEED_X, NEED_GATE_UP, NEED_DOWN)),
     ], [4, 1], [216, 72])
     # fmt: on

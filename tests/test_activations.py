@@ -1,7 +1,9 @@
 """The table of activations: every name its own function, others refused, modules recognised by class."""
 
+import ast
 import copy
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
@@ -186,3 +188,24 @@ def test_copies_stay_the_entry(name):
 
 def test_public_names():
     assert fusedmlp.ACTIVATIONS is ACTIVATIONS and fusedmlp.resolve_activation is resolve_activation
+
+
+def test_constants_stand_right_of_the_tensors_that_they_meet():
+    """The interpreter of Triton 3.9 makes a constexpr of a constexpr times a tensor, which `tl.where` then refuses."""
+    constants: set[str] = set()
+    bad = []
+    for path in (Path(fusedmlp.__file__).parent / "kernels").rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        constants |= {
+            ast.unparse(node.targets[0])
+            for node in tree.body
+            if isinstance(node, ast.Assign) and ast.unparse(node.value).startswith(("tl.constexpr", "gl.constexpr"))
+        }
+        for node in ast.walk(tree):
+            if isinstance(node, ast.BinOp):
+                left, right = (
+                    {n.id for n in ast.walk(side) if isinstance(n, ast.Name)} for side in (node.left, node.right)
+                )
+                if left and left <= constants and right - constants:
+                    bad.append(f"{path.name}: {ast.unparse(node)}")
+    assert len(constants) > 5 and not bad, bad

@@ -160,6 +160,15 @@ def test_gluon_serves_under_the_tritons_it_was_checked_with(version, expected):
         device._has_gluon.cache_clear()
 
 
+@pytest.mark.parametrize("version, stages", [("3.5.1", 3), ("3.6.0", 4), ("3.10.0", 4)])
+def test_tiles_fit_the_shared_memory_that_an_older_triton_takes(version, stages):
+    """What they take is compiled in tests/test_aot.py, under the Triton that is there."""
+    b200 = DeviceInfo("nvidia-b200", (10, 0), 148)
+    with mock.patch("triton.__version__", version):
+        for info, M, N, K in ((UNKNOWN, 64, 9216, 2304), (b200, 128, 3072, 768)):
+            assert heuristic.settings("glu", M, N, K, torch.bfloat16, "tma", info).stages == stages
+
+
 @pytest.mark.usefixtures("gluon_serves")
 def test_a_gluon_row_does_not_serve_what_its_kernel_lacks():
     row = {"op": "glu_backward", "dtype": "bfloat16", "precision": "", "N": 3072, "K": 768, "M": 64}

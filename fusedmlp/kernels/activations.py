@@ -7,6 +7,7 @@ the branch that keeps it, and sigmoids are built from ``exp`` of a value that ma
 import triton
 import triton.language as tl
 
+# Right of the tensors that they meet: the interpreter of Triton 3.9 makes no tensor of a constexpr times a tensor.
 _SQRT_2_OVER_PI = tl.constexpr(0.7978845608028654)
 _GELU_CUBIC = tl.constexpr(0.044715)
 _SQRT_HALF = tl.constexpr(0.7071067811865476)
@@ -46,7 +47,7 @@ def _exp2(x):
 @triton.jit
 def _sigmoid(x, FAST: tl.constexpr):
     if FAST:
-        y = _SMALL * _reciprocal(_SMALL + _exp2(x * -_LOG2_E - 32.0))
+        y = _reciprocal(_exp2(x * -_LOG2_E - 32.0) + _SMALL) * _SMALL
     else:
         y = 1.0 / (1.0 + _exp(-x))
     return y
@@ -61,8 +62,8 @@ def _normal(x, FAST: tl.constexpr):
     epilogue holds one copy an element.
     """
     if FAST:
-        e = _SMALL * _exp2(x * x * (-0.5 * _LOG2_E) + 32.0)
-        t = _reciprocal(1.0 + (0.3275911 * _SQRT_HALF) * tl.abs(x))
+        e = _exp2(x * x * (-0.5 * _LOG2_E) + 32.0) * _SMALL
+        t = _reciprocal(1.0 + tl.abs(x) * (0.3275911 * _SQRT_HALF))
         # Halved, since the distribution is half of 1 + erf; its tail beyond |x|:
         series = -0.142248368 + t * (0.7107068705 + t * (-0.7265760135 + t * 0.5307027145))
         tail = (t * (0.127414796 + t * series)) * e
@@ -71,7 +72,7 @@ def _normal(x, FAST: tl.constexpr):
     else:
         e = _exp(-0.5 * x * x)
         cdf = 0.5 + 0.5 * tl.erf(x * _SQRT_HALF)
-    return cdf, _INV_SQRT_2PI * e
+    return cdf, e * _INV_SQRT_2PI
 
 
 @triton.jit
@@ -85,8 +86,8 @@ def _gelu_tanh_gate(x, FAST_MATH: tl.constexpr):
     """``0.5 * (1 + tanh(z))`` with its derivative's inner factor; z saturates long before |x| = 16."""
     c = tl.minimum(tl.maximum(x, -16.0), 16.0)
     c2 = c * c
-    z = c * (_SQRT_2_OVER_PI + (_SQRT_2_OVER_PI * _GELU_CUBIC) * c2)
-    dz = _SQRT_2_OVER_PI + (3.0 * _SQRT_2_OVER_PI * _GELU_CUBIC) * c2
+    z = c * (c2 * (_SQRT_2_OVER_PI * _GELU_CUBIC) + _SQRT_2_OVER_PI)
+    dz = c2 * (3.0 * _SQRT_2_OVER_PI * _GELU_CUBIC) + _SQRT_2_OVER_PI
     if FAST_MATH:
         gate = 0.5 + 0.5 * _tanh_approx(z)
     else:
@@ -111,7 +112,7 @@ def activate(x, ACT: tl.constexpr, FAST_MATH: tl.constexpr):
     elif ACT == "silu":
         y = x * _sigmoid(x, FAST_MATH)
     elif ACT == "quick_gelu":
-        y = x * _sigmoid(_QUICK * x, FAST_MATH)
+        y = x * _sigmoid(x * _QUICK, FAST_MATH)
     elif ACT == "sigmoid":
         y = _sigmoid(x, FAST_MATH)
     else:
@@ -143,7 +144,7 @@ def activate_grad(x, ACT: tl.constexpr, FAST_MATH: tl.constexpr):
         y = x * s
         d = s * (1.0 + x * (1.0 - s))
     elif ACT == "quick_gelu":
-        s = _sigmoid(_QUICK * x, FAST_MATH)
+        s = _sigmoid(x * _QUICK, FAST_MATH)
         y = x * s
         d = s + (y * (1.0 - s)) * _QUICK
     elif ACT == "sigmoid":

@@ -41,13 +41,18 @@ class DeviceInfo:
 GLUON_TRITON = {(3, 6), (3, 7), (3, 8)}
 
 
-@cache
-def _has_gluon() -> bool:
+def triton_version() -> tuple[int, ...]:
+    """Major and minor; empty where there is no Triton."""
     try:
         import triton
     except ImportError:
-        return False
-    return tuple(int(part) for part in triton.__version__.split(".")[:2]) in GLUON_TRITON
+        return ()
+    return tuple(int(part) for part in triton.__version__.split(".")[:2])
+
+
+@cache
+def _has_gluon() -> bool:
+    return triton_version() in GLUON_TRITON
 
 
 # What Triton's interpreter runs on: kernels of every family, one program at a time.

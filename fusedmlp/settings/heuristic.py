@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from .device import DeviceInfo
+from .device import DeviceInfo, triton_version
 from .types import Settings
 
 
@@ -95,7 +95,8 @@ def settings(
     if family == "small":
         return _small(op, M, N, dtype, info, aligned)
     found = _TMA[op](M, N, K)
-    return _in_tensor_memory(op, found) if info.capability >= (10, 0) else found
+    found = _in_tensor_memory(op, found) if info.capability >= (10, 0) else found
+    return _beside_the_epilogue(op, found, info) if triton_version() < (3, 6) else found
 
 
 def _in_tensor_memory(op: str, found: Settings) -> Settings:
@@ -104,6 +105,15 @@ def _in_tensor_memory(op: str, found: Settings) -> Settings:
         return replace(found, stages=3)
     if op == "linear_act" and found.block_n >= 128 and found.block_m == 128:
         return _tma(128, 128, 64, parts=2, warps=8)
+    return found
+
+
+def _beside_the_epilogue(op: str, found: Settings, info: DeviceInfo) -> Settings:
+    """Triton 3.5 keeps what gate and up are laid out anew in beside the stages, newer ones in the place of some: with
+    four stages these tiles would take more shared memory than a block may have."""
+    deep = found.block_k == 128 and info.capability >= (10, 0)
+    if op == "glu" and found.block_m == 64 and (found.block_n == 128 or deep):
+        return replace(found, stages=3)
     return found
 
 

@@ -7,6 +7,7 @@ on those bits as if they were numbers. `repair()` makes it compute what a GPU co
   once;
 * every conversion to bfloat16 rounds to nearest, ties to even (the interpreter drops the low bits);
 * bfloat16 to float16, float64 or an integer converts the value, not the bits;
+* a row of a TMA descriptor is a multiple of 16 bytes long (3.5 asks for 16 elements, of whatever size);
 * a spin loop, which never ends where programs run one after another, is an error instead of a hang;
 * a one-element tensor is an index under NumPy 2.4 and newer, where `int(array of shape (1,))` raises.
 
@@ -115,6 +116,20 @@ def _refuse_spinning(builder: Any) -> None:
     builder.set_grid_idx, builder.create_atomic_rmw = set_grid_idx, create_atomic_rmw
 
 
+def _repair_strides() -> None:
+    validate = interpreter.TensorDescHandle.validate
+
+    def validate_bytes(self: Any) -> None:
+        size, elements = self.base.dtype.element_ty.primitive_bitwidth // 8, self.strides
+        self.strides = [*(interpreter.TensorHandle(s.data * size, s.dtype) for s in elements[:-1]), elements[-1]]
+        try:
+            validate(self)
+        finally:
+            self.strides = elements
+
+    interpreter.TensorDescHandle.validate = validate_bytes
+
+
 def _repair_index() -> None:
     original = interpreter._patch_lang_tensor
 
@@ -154,4 +169,6 @@ def repair() -> None:
     _repair_conversions(builder)
     _refuse_spinning(builder)
     _repair_index()
+    if tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 6):
+        _repair_strides()
     builder.repaired_for_tests = True

@@ -55,12 +55,15 @@ INTERPRETED = Check(
 )
 ON_DEVICE = {"FUSEDMLP_REQUIRE_GPU": "1"}
 # Compiling is most of the time, so many workers share the device; launches and memory are counted by process.
-LARGE = "tests/gpu/test_large.py"
+ALONE = ["tests/gpu/test_large.py", "tests/gpu/test_two_devices.py"]  # tens of GB each; all devices in one process
 GPU_WORKERS = ["-n", os.environ.get("GPU_WORKERS", "8"), "--dist", "worksteal", "--durations=10"]
 GPU_TESTS = Check(
-    "GPU tests", ["pytest", "-m", "gpu", "tests/gpu", f"--ignore={LARGE}", *GPU_WORKERS], (*PYTEST, "xdist"), ON_DEVICE
+    "GPU tests",
+    ["pytest", "-m", "gpu", "tests/gpu", *[f"--ignore={file}" for file in ALONE], *GPU_WORKERS],
+    (*PYTEST, "xdist"),
+    ON_DEVICE,
 )
-GPU_ALONE = Check("large GPU tests", ["pytest", "-m", "gpu", LARGE], PYTEST, ON_DEVICE)  # tens of GB each
+GPU_ALONE = Check("GPU tests without workers", ["pytest", "-m", "gpu", *ALONE], PYTEST, ON_DEVICE)
 GPU_SUITE = Check(
     "suite on the device",
     ["pytest", *WORKERS, "tests", f"--ignore={INTERPRETER}", "--ignore=tests/gpu"],

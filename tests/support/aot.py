@@ -21,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from fusedmlp import launch, launchers, plan, settings
+from fusedmlp import launch, launchers, plan, settings, steady
 from fusedmlp.launchers import glu as glu_launcher
 from fusedmlp.settings.device import DeviceInfo
 
@@ -157,6 +157,8 @@ def pretended(info: DeviceInfo) -> Iterator[list[Recorded]]:
         stack.enter_context(mock.patch.object(plan.Plan, "__post_init__", finish))
         stack.enter_context(mock.patch.object(torch.cuda, "current_device", return_value=0))
         stack.enter_context(mock.patch.object(launch.Launch, "__call__", record(recorded)))
+        # Nor is a call written down for the compiled launcher, as it would be where that meets PyTorch's CUDA build.
+        stack.enter_context(mock.patch.object(steady, "table", return_value=None))
         # Meta tensors lie nowhere, so that they have no distance.
         stack.enter_context(mock.patch.object(glu_launcher, "pair_order", return_value=False))
         plan.clear()

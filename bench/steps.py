@@ -78,9 +78,9 @@ STEP: dict[str, dict[str, Plan]] = {
         "hidden ping-pong": {"act_backward": gluon(128, 128, 64, 4, 4, 4)},
         "hidden 128x128": {"act_backward": tma(128, 128, 64, 2, 8, 4, 1)},
         "hidden by cuBLAS": {"act_backward": PAIR},
-        "gradients apart": {"glu_grads": PAIR},
-        "gradients together": {"glu_grads": TOGETHER},
-        "gradients together, 64 rows": {"glu_grads": LOW},
+        "gradients apart": {"mlp_grads": PAIR},
+        "gradients together": {"mlp_grads": TOGETHER},
+        "gradients together, 64 rows": {"mlp_grads": LOW},
     },
 }
 CANDIDATES = {"forward": FORWARD, "step": STEP}
@@ -89,6 +89,7 @@ SHAPES: tuple[Shape, ...] = tuple(
     for widths in ((768, 3072), (1024, 4096), (2304, 9216), (4096, 14336))
     for tokens in (512, 1024, 2048, 8192)
 )
+SAME_KERNEL = {"mlp_grads": "glu_grads"}
 METRICS = ("graph_us", "graph_alone_us")
 
 
@@ -114,7 +115,7 @@ def under(plan: Plan, call: common.Call) -> common.Call:
 def kernel_tasks(jobs: Sequence[tuple[str, Shape]], only: str = "") -> list[ahead.Task]:
     """One for each kernel that only the other plans have, of those whose names have ``only``."""
     found = {
-        (kernel, candidate, ahead.stand_in(candidate, shape))
+        (SAME_KERNEL.get(kernel, kernel), candidate, ahead.stand_in(candidate, shape))
         for op, shape in jobs
         for name, plan in STEP[op].items()
         for kernel, candidate in plan.items()

@@ -240,8 +240,8 @@ def _choose_mlp(plan: Plan) -> None:
     plan.choose("forward", "linear_act", H, D)
     plan.choose("down", "down", D_out, H)
     plan.choose("backward", "act_backward", H, D_out)
-    # As after the gated backward, gate and up being the halves of the hidden layer.
-    plan.choose("grads", "glu_grads", H // 2, D, tma=H * plan.dtype.itemsize % 32 == 0)
+    # One descriptor for each half of the hidden layer.
+    plan.choose("grads", "mlp_grads", H, D, tma=H * plan.dtype.itemsize % 32 == 0)
 
 
 def _choose_relu_mlp(plan: Plan) -> None:

@@ -332,11 +332,18 @@ def test_two_layers_make_one_launch_of_their_products(tokens, tile, dtype):
 
 
 @needs_gluon
+@pytest.mark.parametrize("tokens, D, H, tile", [(64, 4096, 14336, 64), (128, 4096, 14336, 128), (128, 2304, 9216, 64)])
+def test_wide_layers_of_two_do_so_for_few_tokens_too(tokens, D, H, tile):
+    _, note = launched_of_two_layers(tokens, D, H)
+    assert note.backward[-1].startswith(f"dX, dW1 and dW2 [gluon {tile}x128x64")
+
+
+@needs_gluon
 @pytest.mark.parametrize(
     "case",
     [
         {"tokens": 4097},
-        {"tokens": 128, "D": 2304, "H": 9216},  # a few tiles of long sums
+        {"tokens": 128, "D": 8192, "H": 28672},  # a few tiles of long sums
         {"H": 3080},  # halves of no multiple of 16 bytes
         {"H": 3076},
         {"dtype": torch.float32},

@@ -22,6 +22,7 @@ from fusedmlp.settings.device import DeviceInfo
 from fusedmlp.settings.types import GLUON_ONLY_OPS, GLUON_OPS, OPS, SMALL_OPS, SMALL_TOKENS, Settings
 from fusedmlp.tune import Machine, TuneError, candidates, files, measure, progress
 from fusedmlp.tune.candidates import (
+    BUSY,
     CANDIDATES,
     CUBLAS_MUST_SAVE,
     DTYPES,
@@ -30,6 +31,8 @@ from fusedmlp.tune.candidates import (
     PAIR_IS_FREE,
     PAIR_MAY_SERVE,
     PAIR_MUST_SAVE,
+    PAIR_MUST_SAVE_OF_BUSY,
+    PASS,
     choose,
 )
 
@@ -59,9 +62,8 @@ def test_the_fastest_fused_kernel_is_taken():
 
 @pytest.mark.parametrize("op", OPS)
 def test_a_pair_must_save_its_launch_and_serves_some_ops(op: str):
-    fused = 200.0
 
-    def takes_pair(saved: float, dtype: torch.dtype = BF16, tokens: int = 257) -> bool:
+    def takes_pair(saved: float, dtype: torch.dtype = BF16, tokens: int = 257, fused: float = 200.0) -> bool:
         choice = choose(op, tokens, dtype, [(PAIR, fused - saved), (SMALL, fused)])
         assert choice is not None and choice.pair_us == fused - saved
         assert choice.fused_us == (fused if choice.settings == PAIR else None)
@@ -71,8 +73,12 @@ def test_a_pair_must_save_its_launch_and_serves_some_ops(op: str):
     assert not takes_pair(must_save - 1)
     assert takes_pair(must_save + 1) is (op in PAIR_MAY_SERVE)
     # With few tokens the hidden layer that it holds is small; cuBLAS alone must save what its call costs the host.
-    few = CUBLAS_MUST_SAVE if op == "down" else must_save
+    few = CUBLAS_MUST_SAVE if op == "down" else must_save and PAIR_MUST_SAVE_OF_BUSY
     assert takes_pair(few + 1, tokens=256) and not takes_pair(few - 1, tokens=256)
+    # Of a kernel that is over before the host has launched the next one it must save a launch.
+    short = BUSY[PASS.get(op, "backward")] - 1
+    few = CUBLAS_MUST_SAVE if op == "down" else must_save
+    assert not takes_pair(few - 1, tokens=256, fused=short) and takes_pair(few + 1, tokens=256, fused=short)
     # In float32, where the heuristic takes cuBLAS everywhere, every op may.
     assert takes_pair(must_save + 1, torch.float32) and not takes_pair(must_save - 1, torch.float32)
 

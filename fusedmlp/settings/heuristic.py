@@ -23,11 +23,13 @@ _PAIR_FROM = {"glu_backward": 3e10}
 # Tiles of 128 x 128 that keep the warp-specialised kernels' programs busy: two warpgroups each, on 132 multiprocessors.
 _GLUON_FROM = {"glu": 64, "glu_backward": 130, "linear_act": 130, "act_backward": 130}
 _GLUON_TOKENS = {"glu": 256, "glu_backward": 64, "linear_act": 256, "act_backward": 64}  # more than
-# Tokens up to which the three products after the gated backward share a launch (whole steps of bench/steps.py): above,
-# each of them fills the device by itself, those of narrow weights (N K) later. Up to as few as the first, dX of wide
-# weights is a few tiles of long sums that the others would wait for.
+# Tokens up to which the three products after the backward to a hidden layer share a launch (whole steps of
+# bench/steps.py): above, each of them fills the device by itself, those of narrow weights (N K) later. Up to as few as
+# the first, dX of wide weights is a few tiles of long sums: the launch of the others does not wait for them, where it
+# saves one of two; of two layers, where all would be apart, it does.
 _GROUPED_FEW, _GROUPED_UP_TO, _GROUPED_NARROW_UP_TO = 128, 4096, 8192
 _GROUPED_NARROW = 600 * 1536
+_GROUPED_FEW_WEIGHT = {"glu_grads": 1024 * 4096, "mlp_grads": 5120 * 14336}
 # Tiles of 128 x 128 in dX, up to which it has half as high ones: there are few, their sums are long, and they are what
 # the launch waits for.
 _GROUPED_LOW_TILES = 30
@@ -49,8 +51,8 @@ def family(op: str, M: int, N: int, K: int, dtype: torch.dtype, tma: bool, gluon
     if op == "glu_weight_grads":
         few, wide = M <= _GROUPED_WEIGHTS_UP_TO, N * K >= _GROUPED_WEIGHT and M <= _GROUPED_MEASURED_UP_TO
         return "gluon" if gluon and (few or wide) else "pair"
-    if op == "glu_grads":
-        return "gluon" if gluon and _grouped(M, N * K) else "pair"
+    if op in ("glu_grads", "mlp_grads"):
+        return "gluon" if gluon and _grouped(op, M, N * K) else "pair"
     most = _SMALL_DOWN_UP_TO if op == "down" and N * K <= _SMALL_DOWN_WEIGHT else _SMALL_UP_TO.get(op, 0)
     if tma and M <= most and info.slug != "interpreter":
         return "small"
@@ -73,9 +75,9 @@ def family(op: str, M: int, N: int, K: int, dtype: torch.dtype, tma: bool, gluon
     return "tma" if tma else "pointer"
 
 
-def _grouped(M: int, weight: int) -> bool:
+def _grouped(op: str, M: int, weight: int) -> bool:
     if M <= _GROUPED_FEW:
-        return weight <= _GROUPED_WEIGHT
+        return weight <= _GROUPED_FEW_WEIGHT[op]
     return M <= (_GROUPED_NARROW_UP_TO if weight <= _GROUPED_NARROW else _GROUPED_UP_TO)
 
 
@@ -154,8 +156,8 @@ def _small(op: str, M: int, N: int, dtype: torch.dtype, info: DeviceInfo, aligne
 
 
 def _gluon(op: str, M: int, N: int, K: int) -> Settings:
-    if op == "glu_grads":
-        low = _tiles(M, K, 128, 128) <= _GROUPED_LOW_TILES
+    if op in ("glu_grads", "mlp_grads"):
+        low = M <= 64 or _tiles(M, K, 128, 128) <= _GROUPED_LOW_TILES
         return Settings("gluon", 64 if low else 128, 128, 64, parts=2, warps=4, stages=6)
     if op == "glu_weight_grads":
         return Settings("gluon", 128, 128, 64, parts=2, warps=4, stages=5 if M <= 256 else 6)

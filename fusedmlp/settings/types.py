@@ -8,15 +8,16 @@ from dataclasses import dataclass
 # and one pointwise kernel (for "down" cuBLAS alone). small: plain loads, weights on the left, for few tokens.
 FAMILIES = ("gluon", "tma", "pointer", "pair", "small")
 # What has a Gluon kernel.
-GLUON_OPS = ("linear_act", "glu", "glu_backward", "glu_grads", "glu_weight_grads", "act_backward")
+GLUON_OPS = ("linear_act", "glu", "glu_backward", "glu_grads", "glu_weight_grads", "mlp_grads", "act_backward")
 # What has no kernel of ours but a Gluon one: "pair" means the separate launches that it stands for.
-GLUON_ONLY_OPS = ("glu_grads", "glu_weight_grads")
+GLUON_ONLY_OPS = ("glu_grads", "glu_weight_grads", "mlp_grads")
 
 # What has a kernel for small batches, and how many tokens those take.
 SMALL_TOKENS = {"glu": 64, "down": 256}
 SMALL_OPS = tuple(SMALL_TOKENS)
 
-# glu_grads: dX and all weight gradients of a gated MLP in one launch; glu_weight_grads: the latter alone.
+# glu_grads: dX and all weight gradients of a gated MLP in one launch; glu_weight_grads: the latter alone; mlp_grads: dX
+# and both weight gradients of two layers.
 # down: the last product of an MLP.
 OPS = (*GLUON_OPS, "dual_dgrad", "relu_stack", "down")
 

@@ -23,6 +23,11 @@ PAIR_MAY_SERVE_TOKENS = 256  # at most: there a hidden layer more is small besid
 # A call of cuBLAS costs the host so much more than one launch of a program (15 to 25 against 5 were seen) that with few
 # tokens, while the host is what waits, it must save this of the last product.
 CUBLAS_MUST_SAVE, CUBLAS_TOKENS = 2.0, 256
+# A kernel that takes so long, in microseconds, keeps the device busy longer than the host needs for the pair: at two
+# kernels a forward and three or four a backward, of which the host needs 30 to 60 and 130 to 250 (bench/host.py). With
+# few tokens, which is where cuBLAS reads weights the faster, the pair must then save this much.
+BUSY = {"forward": 15.0, "backward": 40.0}
+PAIR_MUST_SAVE_OF_BUSY = 2.0
 # Of these the pair need not pay for itself. Three separate products against one launch: where they are the faster the
 # device is busy long enough to hide the host. The last product: cuBLAS alone is one launch too (but see above).
 PAIR_IS_FREE = ("glu_grads", "down")
@@ -265,13 +270,21 @@ class Choice:
         return {"settings": asdict(self.settings), **{k: round(us, 3) for k, us in times.items() if us is not None}}
 
 
+def must_save(op: str, tokens: int, fused_us: float) -> float:
+    """Microseconds that the pair must save of the fastest fused kernel, for what its launches cost the host."""
+    if op == "down" and tokens <= CUBLAS_TOKENS:
+        return CUBLAS_MUST_SAVE
+    if op in PAIR_IS_FREE:
+        return 0.0
+    busy = tokens <= PAIR_MAY_SERVE_TOKENS and fused_us >= BUSY[PASS.get(op, "backward")]
+    return PAIR_MUST_SAVE_OF_BUSY if busy else PAIR_MUST_SAVE
+
+
 def choose(op: str, tokens: int, dtype: torch.dtype, measured: Sequence[tuple[Settings, float]]) -> Choice | None:
     """The fastest of the measured (settings, microseconds); None of none.
 
-    The pair must save :data:`PAIR_MUST_SAVE` (but for :data:`PAIR_IS_FREE`; with few tokens cuBLAS alone
-    :data:`CUBLAS_MUST_SAVE`). With more than
-    :data:`PAIR_MAY_SERVE_TOKENS` it serves the ops of :data:`PAIR_MAY_SERVE` alone. In float32, where the heuristic
-    takes it everywhere, it may serve every op.
+    The pair must save what :func:`must_save` says. With more than :data:`PAIR_MAY_SERVE_TOKENS` it serves the ops of
+    :data:`PAIR_MAY_SERVE` alone. In float32, where the heuristic takes it everywhere, it may serve every op.
     """
     fused = [(us, settings) for settings, us in measured if settings.family != "pair"]
     pairs = [(us, settings) for settings, us in measured if settings.family == "pair"]
@@ -279,9 +292,6 @@ def choose(op: str, tokens: int, dtype: torch.dtype, measured: Sequence[tuple[Se
     pair = min(pairs, key=lambda found: found[0], default=None)
     pair_us = pair[0] if pair else None
     may_serve = op in PAIR_MAY_SERVE or tokens <= PAIR_MAY_SERVE_TOKENS or dtype == torch.float32
-    must_save = 0.0 if op in PAIR_IS_FREE else PAIR_MUST_SAVE
-    if op == "down" and tokens <= CUBLAS_TOKENS:
-        must_save = CUBLAS_MUST_SAVE
-    if pair and may_serve and (best is None or pair[0] + must_save < best[0]):
+    if pair and may_serve and (best is None or pair[0] + must_save(op, tokens, best[0]) < best[0]):
         return Choice(pair[1], pair[0], pair[0], best[0] if best else None)
     return Choice(best[1], best[0], pair_us) if best else None

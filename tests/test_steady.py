@@ -78,6 +78,8 @@ class Launcher:
 def connectable(monkeypatch):
     monkeypatch.setattr(steady, "_connected", None)
     monkeypatch.setattr(steady, "_launcher", None)
+    monkeypatch.setattr(steady, "_tables", {})
+    monkeypatch.setattr(steady, "by_options", {})
     monkeypatch.setattr(launch, "known_triton", lambda: True)
     monkeypatch.setattr(Tensor, "__dlpack_c_exchange_api__", "a capsule", raising=False)
     for name in ("alloc", "delete"):

@@ -18,6 +18,7 @@ from .common import (
     launch_options,
     persistent_grid,
     pointwise_options,
+    pointwise_rows,
     prepared,
     resident_grid,
     row_stride,
@@ -150,7 +151,7 @@ def act_grad(
     M, N = saved.shape
     dpre = torch.empty_like(saved)
     a = torch.empty_like(saved) if store_a else None
-    rows, columns = 32, 128
+    rows, columns = pointwise_rows(plan), 128
     parts = sum_parts(plan, N) if bias_grad else ceil_div(M, rows)
     tasks = parts * ceil_div(N, columns)
     sums = db = counters = None

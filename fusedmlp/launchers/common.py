@@ -125,6 +125,11 @@ def launch_options(settings: Settings, cooperative: bool = False) -> dict[str, A
     return options
 
 
+def pointwise_rows(plan: Plan) -> int:
+    """Rows of 128 columns that a program takes at a time; before 9.0 the ptxas of Triton 3.8 would spill 32 of them."""
+    return 32 if info(plan.device).capability >= (9, 0) else 16
+
+
 def pointwise_options(cooperative: bool) -> dict[str, Any]:
     """8 warps; behind a grid barrier two programs a multiprocessor must fit, so 128 registers a thread at most."""
     if cooperative:

@@ -24,11 +24,13 @@ class FusedMLPBenchmark(Benchmark):
     seed = 0
 
     def prepare(self, layer: str) -> None:
-        tokens, hidden, intermediate = SIZES.get(self.device, SMALL)
-        dtype = torch.bfloat16 if self.device == "cuda" else torch.float32
-        self.mlp = getattr(self.kernel.layers, layer)(hidden, intermediate, device=self.device, dtype=dtype)
+        # A PyTorch for GPUs may be on a machine without one.
+        device = self.device if torch.cuda.is_available() or self.device != "cuda" else "cpu"
+        tokens, hidden, intermediate = SIZES.get(device, SMALL)
+        dtype = torch.bfloat16 if device == "cuda" else torch.float32
+        self.mlp = getattr(self.kernel.layers, layer)(hidden, intermediate, device=device, dtype=dtype)
         # Results below 2: the runner allows a difference of 0.01, and bfloat16 has steps of 0.016 above that.
-        self.x = torch.randn(tokens, hidden, device=self.device, dtype=dtype) / 2
+        self.x = torch.randn(tokens, hidden, device=device, dtype=dtype) / 2
 
     def setup_geglu(self) -> None:
         self.prepare("FusedGeGLUMLP")

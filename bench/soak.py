@@ -59,12 +59,35 @@ MOST_DEVICE_GROWTH = 64 << 10  # counters of a kernel that a stream runs for the
 KINDS = (*range(1, 65), *range(80, MOST_TOKENS + 1, 16), *range(67, MOST_TOKENS, 61))
 
 
+class MallInfo(ctypes.Structure):
+    """``struct mallinfo2`` of glibc 2.33 and newer."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
+    ]
+
+
+def in_use() -> int:
+    """Bytes that malloc has handed out; 0 where it does not say."""
+    try:
+        ask = ctypes.CDLL(None).mallinfo2
+    except AttributeError:
+        return 0
+    ask.restype = MallInfo
+    found = ask()
+    return int(found.uordblks + found.hblkhd)
+
+
 @dataclass
 class Memory:
-    """Bytes: of the process (resident), and allocated on each device."""
+    """Bytes: of the process (resident), and allocated on each device. What a leak would show in and play of the
+    allocators would not: bytes in use of malloc, and Python's blocks."""
 
     host: int
     devices: list[int]
+    used: int = 0
+    blocks: int = 0
 
     @classmethod
     def now(cls, devices: Sequence[torch.device]) -> Memory:
@@ -74,7 +97,7 @@ class Memory:
         with contextlib.suppress(AttributeError):  # of glibc alone: what is free, but held, is no growth
             ctypes.CDLL(None).malloc_trim(0)
         resident = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-        return cls(resident, [allocated(device) for device in devices])
+        return cls(resident, [allocated(device) for device in devices], in_use(), sys.getallocatedblocks())
 
 
 @dataclass
@@ -215,11 +238,11 @@ def soak(
     parts = [Progress(count, most_tokens) for count in (settled, half - settled, steps - half)]
     idle = threading.Barrier(threads * len(devices) + 1)
     workers = [Worker(d, 100 * i + j, parts, idle, eager) for i, d in enumerate(devices) for j in range(threads)]
-    counts = [count for count in KINDS if count <= most_tokens]
+    sizes_warmed = [count for count in KINDS if count <= most_tokens]
     for first in () if eager else workers[::threads]:  # of each device
-        warmup(nn.ModuleList(first.fused), counts, training=True)
+        warmup(nn.ModuleList(first.fused), sizes_warmed, training=True)
     if not eager:
-        print(f"{len(counts)} sizes warmed up in {time.perf_counter() - begin:.1f} s", flush=True)
+        print(f"{len(sizes_warmed)} sizes warmed up in {time.perf_counter() - begin:.1f} s", flush=True)
     for worker in workers:
         worker.start()
     marks, faults = [], []
@@ -236,6 +259,11 @@ def soak(
     compared = sum(progress.compared for progress in parts)
     hosts = [mark.host for mark in marks]
     print(f"host memory: {_growth(hosts, settled, half)}")
+    print(f"  of that in use: {_growth([mark.used for mark in marks], settled, half)}")
+    counts = [mark.blocks for mark in marks]
+    print(
+        f"  Python's blocks: {counts[0]}, {counts[1] - counts[0]:+d} to the half, {counts[2] - counts[1]:+d} to the end"
+    )
     if hosts[2] - hosts[0] > MOST_HOST_GROWTH:
         faults.append(f"host memory grew by {_mib(hosts[2] - hosts[0])}, allowed: {_mib(MOST_HOST_GROWTH)}")
     if hosts[2] - hosts[1] > MOST_LATE_HOST_GROWTH:

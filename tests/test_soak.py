@@ -42,7 +42,7 @@ def test_nothing_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
     assert run() == []
     out = capsys.readouterr().out
     assert "41 steps by 3 threads, 13 compared with eager" in out  # 3 of 10, 3 of 10, 7 of 21
-    assert "9 sizes warmed up" in out and out.count("after step 10, ") == out.count(" to step 20, ") == 2
+    assert "9 sizes warmed up" in out and out.count("after step 10, ") == out.count(" to step 20, ") == 3
 
 
 def test_wrong_numbers_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:

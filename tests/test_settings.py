@@ -42,6 +42,30 @@ def test_override_refuses_unknown_fields():
         pass
 
 
+def test_kernels_for_small_batches_serve_no_more_tokens_than_a_row_says():
+    """They would read the weights anew for each of their tiles of tokens."""
+    lasts = [
+        (op, N, K, rows[-1].M)
+        for (op, dtype, _, N, K), rows in tables.load("nvidia-h200").items()
+        if dtype == "bfloat16" and rows[-1].settings.family == "small"
+    ]
+    assert lasts
+    for op, N, K, M in lasts:
+        at = (N, K, torch.bfloat16, "", True, True)
+        assert tables.find("nvidia-h200", op, M, *at) is not None
+        assert tables.find("nvidia-h200", op, M + 1, *at) is None
+    with on(H200):
+        assert calculate_settings("down", 64, 4096, 14336, torch.bfloat16, "cuda").family == "small"
+        assert calculate_settings("down", 65, 4096, 14336, torch.bfloat16, "cuda").family == "pair"
+
+
+def test_programs_that_share_a_sum_are_about_a_wave():
+    wanted = {768: 8, 1024: 8, 2048: 4, 2304: 4, 2560: 4, 3072: 3, 4096: 2, 5120: 2, 8192: 1}
+    with on(UNKNOWN):
+        found = {N: calculate_settings("down", 16, N, 4 * N, torch.bfloat16, "cuda").parts for N in wanted}
+    assert found == wanted
+
+
 def test_override_of_one_op_leaves_the_others_alone():
     own = settings.calculate_settings("glu", 512, 3072, 768, torch.bfloat16, "cpu")
     with settings.override(warps=2), settings.override("glu", stages=2), settings.override("dual_dgrad", warps=1):

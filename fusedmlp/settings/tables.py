@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .device import INTERPRETER, slug_of
-from .types import FAMILIES, OPS, SMALL_OPS, SMALL_TOKENS, Settings
+from .types import FAMILIES, OPS, SMALL_OPS, Settings
 
 VARIABLE = "FUSEDMLP_SETTINGS"
 DTYPES = ("float32", "bfloat16", "float16")
@@ -216,8 +216,9 @@ def find(
     gluon: bool = False,
     aligned: bool = True,
 ) -> Row | None:
-    """The row for a shape, or None where the heuristic decides. Beyond the largest M of the table its last row holds;
-    a user's last row only from :data:`HOLDS_FROM` tokens on. tma, gluon: whether these families can serve; aligned:
+    """The row for a shape, or None where the heuristic decides. Beyond the largest M of the table its last row holds,
+    unless it is of a kernel for small batches, which would read the weights anew for each of its tiles; a user's last
+    row only from :data:`HOLDS_FROM` tokens on. tma, gluon: whether these families can serve; aligned:
     whether rows start at multiples of 16 bytes, as those did that were measured."""
     dtype_name = str(dtype).removeprefix("torch.")
     precision = precision if dtype == torch.float32 else ""
@@ -228,7 +229,7 @@ def find(
     if M > last.M and last.own and last.M < HOLDS_FROM:
         return None
     row = rows[min(bisect_left([row.M for row in rows], M), len(rows) - 1)]
-    if row.settings.family == "small" and (M > SMALL_TOKENS[op] or not aligned):
+    if row.settings.family == "small" and (M > row.M or not aligned):
         return None
     return None if (row.settings.family, False) in (("tma", tma), ("gluon", gluon)) else row
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 import time
 from typing import Any
@@ -13,6 +14,18 @@ from bench import common
 from bench.variants import OPS, VARIANTS, Built, eager_module
 
 DTYPE = torch.bfloat16
+Shape = tuple[int, int, int]  # tokens, hidden, intermediate
+
+
+def parse_shape(text: str) -> Shape:
+    """ "8192x768x3072" -> (8192, 768, 3072)."""
+    try:
+        tokens, hidden, intermediate = (int(n) for n in text.strip().split("x"))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"a shape is TOKENSxHIDDENxINTERMEDIATE, got {text!r}") from None
+    if min(tokens, hidden, intermediate) < 1:
+        raise argparse.ArgumentTypeError(f"sizes are positive in TOKENSxHIDDENxINTERMEDIATE, got {text!r}")
+    return tokens, hidden, intermediate
 
 
 def bytes_of(op: str, shape: tuple[int, int, int]) -> int:

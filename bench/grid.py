@@ -175,13 +175,7 @@ class Grid(Rows):
         # Its weights are those of every token count, and of every variant.
         sets = self.sets or common.input_sets(bytes_of(op, (min(todo), *width)))
         whole = Case(op, (max(todo), *width), self.device, sets, dtype=dtype)
-        ready = []
-        for name in self.offered(op):
-            try:
-                whole.add(name)
-                ready.append(name)
-            except Exception as error:
-                self.fault(op, whole.shape, "", [name], "build", error)
+        ready = self.added(whole, self.offered(op))
         for tokens, passes in todo.items():
             if not self.late(op, width, [tokens]):
                 self.shape(whole.at(tokens, self.sets), passes, ready)
@@ -190,13 +184,7 @@ class Grid(Rows):
     def shape(self, case: Case, passes: Sequence[str], names: Sequence[str]) -> None:
         metric = common.grid_metric(case.shape[0])
         for pass_ in passes:
-            working, us = [], 1.0
-            for name in names:
-                try:
-                    us = max(us, case.warm_up(getattr(case, pass_)(name)))
-                    working.append(name)
-                except Exception as error:
-                    self.fault(case.op, case.shape, pass_, [name], "warm-up", error)
+            working, us = self.warmed(case, pass_, names)
             cell = (case.op, pass_, *case.shape, self.args.dtype, metric)
             self.rows[:] = [row for row in self.rows if cell_of(row) != cell]  # of fewer variants
             self.metric(case, pass_, metric, working, us)

@@ -34,12 +34,12 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench import common
-from bench.case import Case
+from bench.case import Case, Shape
+from bench.case import parse_shape as parse_shape
 from bench.rehearsal import Rehearsal, Verdict
 from bench.rows import Rows
 from bench.variants import DEFAULT, OPS, VARIANTS, missing, not_offered
 
-Shape = tuple[int, int, int]
 SHAPES: dict[str, tuple[Shape, ...]] = {
     "geglu": (
         (8192, 768, 3072),
@@ -57,17 +57,6 @@ PASSES = ("forward", "step")
 _PROFILED = ("kernels", "kernel_us", "kernel_alone_us")
 PHASES = ((("wall_us", "graph_us", "peak_bytes", "saved_bytes", "rel_error"), 0.65), (_PROFILED, 1.0))
 METRICS = tuple(m for metrics, _ in PHASES for m in metrics)
-
-
-def parse_shape(text: str) -> Shape:
-    """ "8192x768x3072" -> (8192, 768, 3072)."""
-    try:
-        tokens, hidden, intermediate = (int(n) for n in text.strip().split("x"))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"a shape is TOKENSxHIDDENxINTERMEDIATE, got {text!r}") from None
-    if min(tokens, hidden, intermediate) < 1:
-        raise argparse.ArgumentTypeError(f"sizes are positive, got {text!r}")
-    return tokens, hidden, intermediate
 
 
 def parse_shapes(text: str) -> list[Shape]:
@@ -145,24 +134,12 @@ class Run(Rows):
         """Measures these metrics of both passes, and appends their rows."""
         rehearsed = self.rehearsed(op, shape)
         case = Case(op, shape, self.device, self.sets)
-        ready = []
-        for name in rehearsed:
-            try:
-                case.add(name)
-                ready.append(name)
-            except Exception as error:
-                self.fault(op, shape, "", [name], "build", error)
+        ready = self.added(case, rehearsed)
         for pass_ in PASSES:
             if self.seconds() > end:
                 self.unmeasured.append(f"{op} {'x'.join(map(str, shape))} {pass_}: {', '.join(metrics)}")
                 continue
-            working, us = [], 1.0
-            for name in ready:
-                try:
-                    us = max(us, case.warm_up(getattr(case, pass_)(name)))
-                    working.append(name)
-                except Exception as error:
-                    self.fault(op, shape, pass_, [name], "warm-up", error)
+            working, us = self.warmed(case, pass_, ready)
             for metric in metrics:
                 if self.wanted(op, shape, pass_, metric):
                     self.metric(case, pass_, metric, working, us)

@@ -57,6 +57,28 @@ class Rows:
         self.raised: dict[str, str] = {}
         self.marks: set[tuple[Any, ...]] = set()
 
+    def added(self, case: Case, names: Sequence[str]) -> list[str]:
+        """Builds the variants of a case; those that could be built."""
+        ready = []
+        for name in names:
+            try:
+                case.add(name)
+                ready.append(name)
+            except Exception as error:
+                self.fault(case.op, case.shape, "", [name], "build", error)
+        return ready
+
+    def warmed(self, case: Case, pass_: str, names: Sequence[str]) -> tuple[list[str], float]:
+        """First calls; the variants that work, and about how long the longest of them takes, in microseconds."""
+        working, us = [], 1.0
+        for name in names:
+            try:
+                us = max(us, case.warm_up(getattr(case, pass_)(name)))
+                working.append(name)
+            except Exception as error:
+                self.fault(case.op, case.shape, pass_, [name], "warm-up", error)
+        return working, us
+
     def metric(self, case: Case, pass_: str, metric: str, names: Sequence[str], us: float) -> None:
         """Measures all variants in turn; where one raises, finds out which, and measures the others."""
         found: dict[str, Any] = {}

@@ -19,7 +19,7 @@ import argparse
 import gc
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -30,13 +30,12 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench import ahead, common
-from bench.case import Case
-from bench.rows import Rows, within
+from bench.case import Case, Shape, parse_shape
+from bench.rows import Rows
 from fusedmlp import settings
 from fusedmlp.settings.types import Settings
 from fusedmlp.tune.candidates import gluon, tma
 
-Shape = tuple[int, int, int]
 Plan = dict[str, Settings]  # op -> its settings, where they are not the plan's own
 
 PAIR = Settings("pair")
@@ -93,13 +92,6 @@ SAME_KERNEL = {"mlp_grads": "glu_grads"}
 METRICS = ("graph_us", "graph_alone_us")
 
 
-def parse_shape(text: str) -> Shape:
-    parts = text.split("x")
-    if len(parts) != 3 or not all(p.isdecimal() and int(p) > 0 for p in parts):
-        raise argparse.ArgumentTypeError(f"a shape is TOKENSxHIDDENxINTERMEDIATE, got {text!r}")
-    return int(parts[0]), int(parts[1]), int(parts[2])
-
-
 def under(plan: Plan, call: common.Call) -> common.Call:
     """The call with these settings in the place of the plan's own."""
 
@@ -124,6 +116,18 @@ def kernel_tasks(jobs: Sequence[tuple[str, Shape]], only: str = "") -> list[ahea
     return [(ahead.compile_kernel, (*task, "bfloat16")) for task in found]
 
 
+class Planned(Case):
+    """A case whose variants ``plans`` are "fused" with these settings in the place of the plan's own."""
+
+    plans: dict[str, Plan]
+
+    def forward(self, name: str) -> common.Call:
+        return under(self.plans[name], super().forward("fused")) if name in self.plans else super().forward(name)
+
+    def step(self, name: str) -> common.Call:
+        return under(self.plans[name], super().step("fused")) if name in self.plans else super().step(name)
+
+
 class Steps(Rows):
     """A run over shapes; all variants are "fused" with other plans, eager and torch.compile."""
 
@@ -140,30 +144,15 @@ class Steps(Rows):
         self.peers, self.device, self.sets, self.passes, self.only = peers, device, sets, passes, only
 
     def shape(self, op: str, shape: Shape) -> None:
-        case = Case(op, shape, self.device, self.sets)
-        for name in ("fused", *self.peers):
-            case.add(name)
+        case = Planned(op, shape, self.device, self.sets)
+        peers = self.added(case, self.peers)
+        case.add("fused")
         for pass_ in self.passes:
-            make: Callable[[str], common.Call] = getattr(case, pass_)
-            calls = {name: make(name) for name in self.peers} | {"plan": make("fused")}
-            candidates = {name: plan for name, plan in CANDIDATES[pass_][op].items() if self.only in name}
-            calls |= {name: under(plan, make("fused")) for name, plan in candidates.items()}
-            us = 1.0
-            for name in list(calls):
-                try:
-                    us = max(us, case.warm_up(calls[name]))
-                except Exception as error:
-                    self.fault(op, shape, pass_, [name], "warm-up", error)
-                    del calls[name]
+            others = {name: plan for name, plan in CANDIDATES[pass_][op].items() if self.only in name}
+            case.plans = {"plan": {}, **others}
+            working, us = self.warmed(case, pass_, [*peers, *case.plans])
             for metric in METRICS:
-                self.times(case, pass_, metric, calls, us)
-
-    def times(self, case: Case, pass_: str, metric: str, calls: dict[str, common.Call], us: float) -> None:
-        rounds = self.effort + 1
-        if metric == "graph_us":
-            rounds = within(0.2e6 / (3 * case.sets * us), 4, 12)
-        for name, values in getattr(common, metric)(calls, case.sets, rounds).items():
-            self.rows.append(common.row(case.op, pass_, case.shape, name, metric, values))
+                self.metric(case, pass_, metric, working, us)
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:

@@ -26,6 +26,7 @@ from torch import _C, Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import record
+from .settings.device import triton_version
 
 _launcher: Any = None
 try:
@@ -38,7 +39,7 @@ _RUN = {(3, 5), (3, 6), (3, 7), (3, 8), (3, 9)}
 _RAW = {(3, 5), (3, 6)}
 MAX_MAPS = 1024  # tensor maps kept for one argument; an allocator hands out the same addresses again and again
 
-_VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
+_VERSION = triton_version()
 _runtime = triton.knobs.runtime
 _BYTES = {"i32": 4, "u32": 4, "i64": 8, "u64": 8}
 

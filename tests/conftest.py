@@ -90,25 +90,20 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     from support.gluon import NEEDS_GLUON  # it imports the package: not before it is known which
 
     skipped = terminalreporter.stats.get("skipped", [])
-    count = sum("gpu" in report.keywords and NO_DEVICE in str(report.longrepr) for report in skipped)
-    if count:
-        terminalreporter.section(f"GPU TESTS SKIPPED: {count} ({NO_DEVICE})", sep="!", red=True, bold=True)
-    count = sum(ONE_DEVICE in str(report.longrepr) for report in skipped)
-    if count:
-        terminalreporter.section(f"GPU TESTS SKIPPED: {count} ({ONE_DEVICE})", sep="!", red=True, bold=True)
-    for reason in (NEEDS_COMPILER, NEEDS_EXCHANGE):
+    for what, reason in (
+        ("GPU", NO_DEVICE),
+        ("GPU", ONE_DEVICE),
+        ("LAUNCHER", NEEDS_COMPILER),
+        ("LAUNCHER", NEEDS_EXCHANGE),
+        ("GLUON", NEEDS_GLUON),
+        ("HUB", NO_TRANSFORMERS),
+    ):
         count = sum(reason in str(report.longrepr) for report in skipped)
         if count:
-            terminalreporter.section(f"LAUNCHER TESTS SKIPPED: {count} ({reason})", sep="!", red=True, bold=True)
-    count = sum(NEEDS_GLUON in str(report.longrepr) for report in skipped)
-    if count:
-        terminalreporter.section(f"GLUON TESTS SKIPPED: {count} ({NEEDS_GLUON})", sep="!", red=True, bold=True)
+            terminalreporter.section(f"{what} TESTS SKIPPED: {count} ({reason})", sep="!", red=True, bold=True)
     if not HAS_KERNELS:
         said = "HUB TESTS NOT RUN: the package kernels is not installed"
         terminalreporter.section(said, sep="!", red=True, bold=True)
-    count = sum(NO_TRANSFORMERS in str(report.longrepr) for report in skipped)
-    if count:
-        terminalreporter.section(f"HUB TESTS SKIPPED: {count} ({NO_TRANSFORMERS})", sep="!", red=True, bold=True)
 
 
 @pytest.fixture(autouse=True)

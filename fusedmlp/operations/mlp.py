@@ -73,17 +73,16 @@ def backward(
     if needs_x or needs_w1 or needs_b1:
         remake = needs_w2 and a is None
         dpre, made, db1, db2 = run.act.act_backward(plan, "backward", gy, fc2, kept, act, remake, needs_b1, needs_b2)
+        hidden = made if a is None else a
+        del made
         if needs_x and needs_w1 and needs_w2 and plan.settings["grads"].family == "gluon":
-            hidden = made if a is None else a
             assert hidden is not None
             dx, dw1, dw2 = run.glu_grads.glu_grads(plan, "grads", gy, hidden, dpre, x, fc1, fc1)
             return dx, dw1, dw2, db1, db2
         if needs_w2:
-            hidden = made if a is None else a
             assert hidden is not None
             dw2 = torch.mm(gy.t(), hidden)  # first of the products: it is free before the others need room
-            del hidden
-        del made
+        del hidden
         dx = torch.mm(dpre, fc1) if needs_x else None
         dw1 = torch.mm(dpre.t(), run.common.as_rows(x, fc1.shape[1], tma=False)) if needs_w1 else None
     else:

@@ -23,17 +23,16 @@ _PAIR_FROM = {"glu_backward": 3e10}
 # Tiles of 128 x 128 that keep the warp-specialised kernels' programs busy: two warpgroups each, on 132 multiprocessors.
 _GLUON_FROM = {"glu": 64, "glu_backward": 130, "linear_act": 130, "act_backward": 130}
 _GLUON_TOKENS = {"glu": 256, "glu_backward": 64, "linear_act": 256, "act_backward": 64}  # more than
+_GROUPED_WEIGHT = 1024 * 4096  # (N K) from this size on weights are wide
 # Tokens up to which the three products after the backward to a hidden layer share a launch (whole steps of
-# bench/steps.py): above, each of them fills the device by itself, those of narrow weights (N K) later. Up to as few as
-# the first, dX of wide weights is a few tiles of long sums: the launch of the others does not wait for them, where it
-# saves one of two; of two layers, where all would be apart, it does.
-_GROUPED_FEW, _GROUPED_UP_TO, _GROUPED_NARROW_UP_TO = 128, 4096, 8192
-_GROUPED_NARROW = 600 * 1536
-_GROUPED_FEW_WEIGHT = {"glu_grads": 1024 * 4096, "mlp_grads": 5120 * 14336}
+# bench/steps.py): above, each of them fills the device by itself, those of narrow weights later.
+_GROUPED_UP_TO, _GROUPED_NARROW_UP_TO, _GROUPED_NARROW = 4096, 8192, 600 * 1536
+# With few tokens dX of larger weights stays out of it: its few tiles of long sums would keep the others waiting. Of two
+# layers, whose other products would not share a launch without it, later.
+_GROUPED_FEW, _GROUPED_FEW_WEIGHT = 128, {"glu_grads": _GROUPED_WEIGHT, "mlp_grads": 5120 * 14336}
 # Tiles of 128 x 128 in dX, up to which it has half as high ones: there are few, their sums are long, and they are what
 # the launch waits for.
 _GROUPED_LOW_TILES = 30
-_GROUPED_WEIGHT = 1024 * 4096  # from this size on weights are wide
 # The weight gradients alone share a launch where dX stays out of it: of few tokens, and of wide weights.
 _GROUPED_WEIGHTS_UP_TO = 512
 _GROUPED_MEASURED_UP_TO = 8192  # tokens; at this many 1.5 to 4.5 % are left of what it saves

@@ -168,12 +168,17 @@ def test_frozen_biases_reduce_nothing(cls: Any) -> None:
     assert backwards == [2, 2]
 
 
+@pytest.fixture
+def hopper() -> None:
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("the grouped launch is a kernel for compute capability 9.x")
+
+
+@pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("options", [{}, KEEP], ids=str)
 @pytest.mark.parametrize("cls", [FusedGeGLUMLP, FusedSwiGLUMLP])
 def test_grouped_products_make_a_step_of_four_launches(cls: Any, options: dict[str, bool]) -> None:
     """Two forward; backward the hidden kernel, and one launch for dX, dWgate, dWup and dWdown."""
-    if torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("the grouped launch is a kernel for compute capability 9.x")
     layer = cls(HIDDEN, INTERMEDIATE, device="cuda", dtype=DTYPE, **options)
     x = torch.randn(1024, HIDDEN, device="cuda", dtype=DTYPE, requires_grad=True)
     with settings.override(family="gluon"):
@@ -183,35 +188,32 @@ def test_grouped_products_make_a_step_of_four_launches(cls: Any, options: dict[s
     assert step.counts.memcpy == 0, step.counts
 
 
+@pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("tokens", [16, 128, 500])
 @pytest.mark.parametrize("bias", [False, True])
 def test_few_tokens_make_a_step_of_four_launches(tokens: int, bias: bool) -> None:
     """Two forward; backward the hidden kernel, and one launch for dX, dWgate, dWup and dWdown."""
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("the grouped launch is a kernel for compute capability 9.x")
     layer = FusedGeGLUMLP(HIDDEN, INTERMEDIATE, bias=bias, device="cuda", dtype=DTYPE)
     x = torch.randn(tokens, HIDDEN, device="cuda", dtype=DTYPE, requires_grad=True)
     forward, step = _passes(layer, x)
     assert (forward.kernels, step.kernels) == (2, 4), step.counts
 
 
+@pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("bias", [False, True])
 def test_with_few_tokens_all_weights_gradients_of_a_wide_layer_are_one_launch(bias: bool) -> None:
     """Two forward; backward the hidden kernel, dX, and all of dW."""
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("the grouped launch is a kernel for compute capability 9.x")
     layer = FusedGeGLUMLP(1280, 5120, bias=bias, device="cuda", dtype=DTYPE)
     x = torch.randn(128, 1280, device="cuda", dtype=DTYPE, requires_grad=True)
     forward, step = _passes(layer, x)
     assert (forward.kernels, step.kernels) == (2, 5), step.counts
 
 
+@pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("tokens", [16, 1024])
 @pytest.mark.parametrize("bias", [False, True])
 def test_two_layers_make_a_step_of_four_launches(tokens: int, bias: bool) -> None:
     """Two forward; backward the hidden kernel, and one launch for dX, dW1 and dW2."""
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("the grouped launch is a kernel for compute capability 9.x")
     layer = FusedMLP(HIDDEN, INTERMEDIATE, bias=bias, device="cuda", dtype=DTYPE)
     x = torch.randn(tokens, HIDDEN, device="cuda", dtype=DTYPE, requires_grad=True)
     forward, step = _passes(layer, x)

@@ -2,7 +2,9 @@
 
 Kept: the inputs themselves (weights cost nothing), and of the hidden layer 2H values a token for gated MLPs (3H with
 ``keep_activation``), H for two-layer ones, nothing of it with ``recompute``. Saved tensors are unpacked once. Nothing
-is written in place. When a backward is itself differentiated (``create_graph=True``), the gradients come from the plain
+of the user's is written in place; the hidden layer's gradient takes the place of what was kept to make it, unless the
+graph is retained, hooks saw the kept tensor, or a CUDA graph, whose backward may be replayed alone, is being captured.
+When a backward is itself differentiated (``create_graph=True``), the gradients come from the plain
 PyTorch meaning.
 """
 
@@ -30,18 +32,21 @@ class Call:
         layers: weights, and as many biases or Nones, among the operands.
         run: operands -> ``(result, *what is kept)``.
         bound, steady: whether ``run`` is a program, and one of the current stream's alone.
-        tables: of backwards, by the gradients asked for; None where calls are not steady.
+        spends: whether a last backward may write over the first tensor that is kept.
+        tables: of backwards, by the gradients asked for and whether what is kept is spent; None where calls are not
+            steady.
     """
 
-    __slots__ = ("bound", "has_bias", "layers", "level", "plan", "run", "save", "steady", "tables")
+    __slots__ = ("bound", "has_bias", "layers", "level", "plan", "run", "save", "spends", "steady", "tables")
 
     def __init__(self, plan: Plan, save: int, needs: Sequence[bool], biases: Sequence[Tensor | None]) -> None:
         self.plan, self.save, self.layers = plan, save, len(biases)
         self.level = plan.kept(save, needs)
+        self.spends = self.level > saving.INPUT and OPERATIONS[plan.op].spends(plan.activation)
         self.has_bias = any(b is not None for b in biases)
         # Not a method: a call that refers to itself would wait for the garbage collector.
         self.run: Callable[..., Sequence[Any]] = partial(_by_launches, plan, self.layers, self.level)
-        self.tables: dict[tuple[bool, ...], Any] | None = None
+        self.tables: dict[tuple[tuple[bool, ...], bool], Any] | None = None
         self.steady = self.bound = False
 
     def write_down(self) -> Call:
@@ -58,12 +63,12 @@ class Call:
             self.tables = None  # of this call alone: nobody would look into them again
         return found
 
-    def backwards(self, needs: tuple[bool, ...]) -> Any:
+    def backwards(self, needs: tuple[bool, ...], spent: bool) -> Any:
         """The table of backwards for these gradients; None where calls are not steady."""
         if self.tables is None:
             return None
-        found = self.tables.get(needs)
-        return self.tables.setdefault(needs, steady.backward_table(self.plan.op)) if found is None else found
+        found = self.tables.get((needs, spent))
+        return self.tables.setdefault((needs, spent), steady.backward_table(self.plan.op)) if found is None else found
 
 
 def _by_launches(plan: Plan, layers: int, level: int, x: Tensor, *operands: Tensor | None) -> tuple[Any, ...]:
@@ -87,7 +92,7 @@ class Fused(torch.autograd.Function):
         # Biases are no part of a backward, so users may change them before it, unless forward is to be run again.
         versions = [None if b is None or b.is_inference() else b._version for b in biases] if call.has_bias else ()
         places = None if call.steady else [(t.data_ptr(), t.stride()) for t in saved]  # type: ignore[union-attr]
-        ctx.call = call, biases, versions, places
+        ctx.call = call, biases, versions, places, call.spends and saving.unseen()
         return out  # type: ignore[no-any-return]
 
     @staticmethod
@@ -107,21 +112,29 @@ apply = super(torch.autograd.Function, Fused).apply
 
 
 def _backward(ctx: Any, saved: Sequence[Tensor], gy: Tensor) -> tuple[Tensor | None, ...]:
-    call, biases, versions, _ = ctx.call
-    if call.tables is not None and not torch.compiler.is_compiling():
-        table = call.tables.get(ctx.needs_input_grad)
-        if table is not None:
-            if call.save == saving.INPUT:
-                _check_unchanged(biases, versions)
-            grads = table.call(gy, *saved, *biases)
-            if grads is not None:
-                return grads  # type: ignore[no-any-return]
-    return None, *_gradients(ctx, saved, gy)
+    if torch.compiler.is_compiling():
+        return None, *_gradients(ctx, saved, gy, False)
+    call, biases, versions, _, unseen = ctx.call
+    spent = unseen and not saving.graph_is_kept()
+    try:
+        if call.tables is not None:
+            table = call.tables.get((ctx.needs_input_grad, spent))
+            if table is not None:
+                if call.save == saving.INPUT:
+                    _check_unchanged(biases, versions)
+                grads = table.call(gy, *saved, *biases)
+                if grads is not None:
+                    return grads  # type: ignore[no-any-return]
+        return None, *_gradients(ctx, saved, gy, spent)
+    except BaseException:
+        if spent:  # PyTorch frees it after a backward that succeeds only
+            saving.mark_spent(saved[1 + call.layers])
+        raise
 
 
-def _gradients(ctx: Any, saved: Sequence[Tensor], gy: Tensor) -> tuple[Tensor | None, ...]:
-    """By the long way, which may write itself down."""
-    call, biases, versions, places = ctx.call
+def _gradients(ctx: Any, saved: Sequence[Tensor], gy: Tensor, spent: bool) -> tuple[Tensor | None, ...]:
+    """By the long way, which may write itself down; ``spent``: the first tensor kept may be written over."""
+    call, biases, versions, places, _ = ctx.call
     plan, needs = call.plan, ctx.needs_input_grad[1:]
     layers = call.layers
     x, weights, kept = saved[0], saved[1 : 1 + layers], saved[1 + layers :]
@@ -143,20 +156,23 @@ def _gradients(ctx: Any, saved: Sequence[Tensor], gy: Tensor) -> tuple[Tensor | 
     if plan.eager_reason is not None:
         return _by_pytorch(plan, x, weights, biases, needs, gy, differentiable)
 
+    if spent and plan.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        spent = False
+
     def run() -> tuple[Tensor | None, ...]:
         rows = [plan.launchers.common.as_contiguous(t, t.shape[-1]) for t in kept]
-        grads = OPERATIONS[plan.op].backward(plan, gy, x, weights, biases, rows, needs)
+        grads = OPERATIONS[plan.op].backward(plan, gy, x, weights, biases, rows, needs, spent)
         if x.dim() == 2 or grads[0] is None:
             return grads  # type: ignore[no-any-return]
         return grads[0].view(x.shape), *grads[1:]
 
-    table = call.backwards(ctx.needs_input_grad)
-    if table is None or not steady.ripe(plan, f"backward {needs}"):
+    table = call.backwards(ctx.needs_input_grad, spent)
+    if table is None or not steady.ripe(plan, f"backward {needs} {spent}"):
         return run()
     inputs = (gy, *saved, *biases)
     (_, *found), program, bound = steady.write_down(plan, lambda: (None, *run()), inputs)
     if program is not None:
-        steady.add(plan, table, program, bound, inputs)
+        steady.add(plan, table, program, bound or spent, inputs)  # neither serves inside a capture
     return tuple(found)
 
 

@@ -1,6 +1,13 @@
-"""How much of the hidden layer a forward keeps for its backward: levels, each with all that the one below keeps."""
+"""How much of the hidden layer a forward keeps for its backward: levels, each with all that the one below keeps.
+
+What is kept is *spent* in a backward that does not retain the graph: PyTorch frees it next, and until then results may
+be written over it, as AOTAutograd does with donated buffers.
+"""
 
 from __future__ import annotations
+
+import torch
+from torch import Tensor
 
 INPUT = 0  # nothing of it: backward makes it again from the operation's input
 HIDDEN = 1  # what backward needs: of gated MLPs gate and up, of other layers what their activation is undone with
@@ -21,3 +28,18 @@ def level(recompute: bool, keep_activation: bool = False) -> int:
     if keep_activation:
         return ACTIVATION
     return INPUT if recompute else HIDDEN
+
+
+# PyTorch has no public names for these two.
+_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+graph_is_kept = torch._C._autograd._get_current_graph_task_keep_graph  # True, too, outside a backward
+
+
+def unseen() -> bool:
+    """Whether what is saved now goes through no hooks (offloading, checkpointing), which may hold on to it."""
+    return _hooks(True) is None
+
+
+def mark_spent(tensor: Tensor) -> None:
+    """Let autograd refuse a tensor that was saved, should another backward ask for it."""
+    torch.autograd.graph.increment_version(tensor)

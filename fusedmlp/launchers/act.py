@@ -99,18 +99,22 @@ def act_backward(
     store_a: bool,
     bias_grad: bool,
     out_bias_grad: bool,
+    spent: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """``(dpre [M, N], a, db [N], db_out [K])`` of ``y = a W^T + b_out``, ``a = act(pre)``; None for what was not asked.
 
-    gy: contiguous, aligned [M, K]. weight [K, N]. saved [M, N]: a or pre, whichever the activation keeps.
+    gy: contiguous, aligned [M, K]. weight [K, N]. saved [M, N]: a or pre, whichever the activation keeps. ``spent``:
+    a result may take the place of saved; the tile of a program is read before it is written, and no other program reads
+    it.
     """
     settings = plan.settings[name]
     K, N = weight.shape
     M = gy.shape[0]
     if settings.family == "pair":
-        dpre, a, db = act_grad(plan, name, gy @ weight, saved, act, store_a, bias_grad)
+        da = gy @ weight
+        dpre, a, db = act_grad(plan, name, da, saved, act, store_a, bias_grad, da, saved if spent else None)
         return dpre, a, db, gy.sum(0) if out_bias_grad else None
-    dpre = torch.empty_like(saved)
+    dpre = saved if spent else torch.empty_like(saved)
     a = torch.empty_like(saved) if store_a else None
     biases = bias_grad or out_bias_grad
     pre_sum = gy_sum = db = db_out = counters = None
@@ -145,12 +149,24 @@ def act_backward(
 
 
 def act_grad(
-    plan: Plan, name: str, gy: Tensor, saved: Tensor, act: Activation, store_a: bool, bias_grad: bool
+    plan: Plan,
+    name: str,
+    gy: Tensor,
+    saved: Tensor,
+    act: Activation,
+    store_a: bool,
+    bias_grad: bool,
+    dpre: Tensor | None = None,
+    a: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """``(dpre [M, N], a, db [N])`` for ``a = act(pre)``; gy [M, N] with any strides, saved contiguous."""
+    """``(dpre [M, N], a, db [N])`` for ``a = act(pre)``; gy [M, N] with any strides, saved contiguous.
+
+    ``dpre``, ``a``: contiguous, where to write them; each value of gy and saved is read before anything is written in
+    its place.
+    """
     M, N = saved.shape
-    dpre = torch.empty_like(saved)
-    a = torch.empty_like(saved) if store_a else None
+    dpre = torch.empty_like(saved) if dpre is None else dpre
+    a = None if not store_a else torch.empty_like(saved) if a is None else a
     rows, columns = pointwise_rows(plan), 128
     parts = sum_parts(plan, N) if bias_grad else ceil_div(M, rows)
     tasks = parts * ceil_div(N, columns)

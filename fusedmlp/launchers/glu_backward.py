@@ -98,17 +98,19 @@ def glu_backward(
     store_h: bool,
     bias_grad: bool,
     down_bias_grad: bool,
+    spent: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """``(dgate_up [M, 2H], h, dbg [H], dbu [H], dbd [D_out])``, None for what was not asked for.
 
-    gy: contiguous, aligned [M, D_out].
+    gy: contiguous, aligned [M, D_out]. ``spent``: dgate_up takes gate_up's place; the tile of a program is read before
+    it is written, and no other program reads it.
     """
     settings = plan.settings["backward"]
     D_out, H = down_weight.shape
     M = gy.shape[0]
     if settings.family == "pair":
-        return _glu_backward_pair(plan, gy, down_weight, gate_up, store_h, bias_grad, down_bias_grad)
-    dgate_up = gy.new_empty(M, 2 * H)
+        return _glu_backward_pair(plan, gy, down_weight, gate_up, store_h, bias_grad, down_bias_grad, spent)
+    dgate_up = gate_up if spent else gy.new_empty(M, 2 * H)
     h = gy.new_empty(M, H) if store_h else None
     biases = bias_grad or down_bias_grad
     gate_sum = up_sum = gy_sum = dbg = dbu = dbd = counters = None
@@ -162,11 +164,12 @@ def _glu_backward_pair(
     store_h: bool,
     bias_grad: bool,
     down_bias_grad: bool,
+    spent: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     M, H = gy.shape[0], down_weight.shape[1]
     dh = gy @ down_weight
-    dgate_up = torch.empty_like(gate_up)
-    h = torch.empty_like(dh) if store_h else None
+    dgate_up = gate_up if spent else torch.empty_like(gate_up)
+    h = dh if store_h else None  # each value is read before h's is written there
     rows, columns = 16, 128
     parts = ceil_div(M, rows) if not bias_grad else sum_parts(plan, H)
     gate_sum = up_sum = dbg = dbu = counters = None

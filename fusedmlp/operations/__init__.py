@@ -9,8 +9,10 @@ MLP; a bias may be None):
 * ``reference_grads(gy, x, weights, biases, activation)``: its backward written out, over matrices;
 * ``keeps(needs)``: the level of :mod:`fusedmlp.saving` that backward has a use for, given the gradients asked for;
 * ``forward(plan, x, weights, biases, save)``: ``(y [M, N], tensors for backward)`` of such a level;
-* ``backward(plan, gy, x, weights, biases, saved, needs)``: gradients of x (as [M, K]), weights and biases, flat, None
-  where ``needs`` says so. What ``saved`` lacks is made again.
+* ``spends(activation)``: whether backward can write its own results over the first of those tensors;
+* ``backward(plan, gy, x, weights, biases, saved, needs, spent=False)``: gradients of x (as [M, K]), weights and biases,
+  flat, None where ``needs`` says so. What ``saved`` lacks is made again. ``spent``: nobody reads the first tensor saved
+  again.
 """
 
 from __future__ import annotations

@@ -51,6 +51,10 @@ def keeps(needs: Sequence[bool]) -> int:
     return saving.HIDDEN if any(needs[:-1]) else saving.INPUT  # the down bias alone needs only the output's gradient
 
 
+def spends(activation: Activation) -> bool:
+    return True  # dGate and dUp take the place of gate and up
+
+
 def forward(plan: Plan, x: Tensor, weights: Sequence[Tensor], biases: Biases, save: int) -> tuple[Tensor, list[Tensor]]:
     h, gate_up = plan.launchers.glu.glu_forward(plan, x, weights[0], weights[1], biases[0], biases[1], bool(save))
     assert h is not None
@@ -68,6 +72,7 @@ def backward(
     biases: Biases,
     saved: Sequence[Tensor],
     needs: Sequence[bool],
+    spent: bool = False,
 ) -> Grads:
     run = plan.launchers.glu
     needs_x, needs_gate, needs_up, needs_down, needs_bg, needs_bu, needs_bd = needs
@@ -80,10 +85,11 @@ def backward(
     if gate_up is None:
         _, gate_up = run.glu_forward(plan, x, gate, up, biases[0], biases[1], save=True, store_h=False)
         assert gate_up is not None
+        spent = True
     dx = dwg = dwu = dwd = dbg = dbu = dbd = None
     if needs_x or needs_gate or needs_up or needs_bg or needs_bu:
         hidden = plan.launchers.glu_backward.glu_backward(
-            plan, gy, down, gate_up, needs_down and kept is None, needs_bg or needs_bu, needs_bd
+            plan, gy, down, gate_up, needs_down and kept is None, needs_bg or needs_bu, needs_bd, spent
         )
         dgate_up, made, dbg, dbu, dbd = hidden
         h = made if kept is None else kept

@@ -42,6 +42,10 @@ def keeps(needs: Sequence[bool]) -> int:
     return saving.HIDDEN if any(needs) else saving.INPUT
 
 
+def spends(activation: Activation) -> bool:
+    return activation.saves == "input"  # nobody else has the pre-activation
+
+
 def forward(plan: Plan, x: Tensor, weights: Sequence[Tensor], biases: Biases, save: int) -> tuple[Tensor, list[Tensor]]:
     """Of the first weight and bias: for a two-layer MLP that is its hidden layer."""
     act = plan.activation
@@ -61,6 +65,7 @@ def backward(
     biases: Biases,
     saved: Sequence[Tensor],
     needs: Sequence[bool],
+    spent: bool = False,
 ) -> Grads:
     needs_x, needs_weight, needs_bias = needs
     (weight,) = weights
@@ -68,7 +73,14 @@ def backward(
     N, K = weight.shape
     gy = gy.reshape(-1, N)
     dpre, _, db = plan.launchers.act.act_grad(
-        plan, "backward", gy, kept, plan.activation, store_a=False, bias_grad=needs_bias
+        plan,
+        "backward",
+        gy,
+        kept,
+        plan.activation,
+        store_a=False,
+        bias_grad=needs_bias,
+        dpre=kept if spends(plan.activation) and (spent or not saved) else None,
     )
     dx = torch.mm(dpre, weight) if needs_x else None
     dw = torch.mm(dpre.t(), plan.launchers.common.as_rows(x, K, tma=False)) if needs_weight else None

@@ -46,6 +46,9 @@ def keeps(needs: Sequence[bool]) -> int:
     return saving.HIDDEN if any(needs[:-1]) else saving.INPUT  # fc2's bias alone needs only the output's gradient
 
 
+spends = linear_act.spends
+
+
 def forward(plan: Plan, x: Tensor, weights: Sequence[Tensor], biases: Biases, save: int) -> tuple[Tensor, list[Tensor]]:
     a, saved = linear_act.forward(plan, x, weights, biases, save)
     return plan.launchers.small.down(plan, a, weights[1], biases[1]), saved
@@ -59,6 +62,7 @@ def backward(
     biases: Biases,
     saved: Sequence[Tensor],
     needs: Sequence[bool],
+    spent: bool = False,
 ) -> Grads:
     run = plan.launchers
     needs_x, needs_w1, needs_w2, needs_b1, needs_b2 = needs
@@ -68,11 +72,14 @@ def backward(
     if not keeps(needs):
         return None, None, None, None, gy.sum(0)
     (kept,) = saved or linear_act.forward(plan, x, weights, biases, saving.HIDDEN)[1]
+    spent = spends(act) and (spent or not saved)
     a = kept if act.saves == "output" else None
     dx = dw1 = dw2 = db1 = db2 = None
     if needs_x or needs_w1 or needs_b1:
         remake = needs_w2 and a is None
-        dpre, made, db1, db2 = run.act.act_backward(plan, "backward", gy, fc2, kept, act, remake, needs_b1, needs_b2)
+        dpre, made, db1, db2 = run.act.act_backward(
+            plan, "backward", gy, fc2, kept, act, remake, needs_b1, needs_b2, spent
+        )
         hidden = made if a is None else a
         del made
         if needs_x and needs_w1 and needs_w2 and plan.settings["grads"].family == "gluon":

@@ -44,6 +44,10 @@ def keeps(needs: Sequence[bool]) -> int:
     return saving.HIDDEN if any(needs) else saving.INPUT
 
 
+def spends(activation: Activation) -> bool:
+    return False  # a layer's output is the next one's input
+
+
 def forward(plan: Plan, x: Tensor, weights: Sequence[Tensor], biases: Biases, save: int) -> tuple[Tensor, list[Tensor]]:
     """Backward needs the output of every layer, the last included."""
     outputs = plan.launchers.linear.relu_layers(plan, x, weights, biases, plan.activation)
@@ -58,6 +62,7 @@ def backward(
     biases: Biases,
     saved: Sequence[Tensor],
     needs: Sequence[bool],
+    spent: bool = False,
 ) -> Grads:
     run = plan.launchers
     layers = len(weights)

@@ -68,11 +68,11 @@ def _planned(names: list[str]) -> Iterator[None]:
             with _disable_current_modes():
                 return module.forward(plan, x, weights, biases, save)
 
-        def backward(plan: Any, gy: Any, x: Any, weights: Any, biases: Any, kept: Any, needs: Any) -> Any:
+        def backward(plan: Any, gy: Any, x: Any, weights: Any, biases: Any, kept: Any, *rest: Any) -> Any:
             save = saving.HIDDEN if kept else saving.INPUT
             names.extend(f"{op}: {text}" for text in explain.launches(plan, save)[1])
             with _disable_current_modes():
-                return module.backward(plan, gy, x, weights, biases, kept, needs)
+                return module.backward(plan, gy, x, weights, biases, kept, *rest)
 
         return SimpleNamespace(**{**vars(module), "forward": forward, "backward": backward})
 

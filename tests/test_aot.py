@@ -194,9 +194,21 @@ def answers(case: Case) -> set[tuple[str, Settings]]:
     return found
 
 
+SMALL_KERNELS = {
+    "glu": "glu_small",
+    "glu_backward": "hidden_backward_small",
+    "act_backward": "hidden_backward_small",
+    "dual_dgrad": "dual_dgrad_small",
+    "linear_act": "linear_small",
+    "down": "linear_small",
+}
+
+
 def is_compiled(op: str, wanted: Settings, recorded: list[Recorded]) -> bool:
     tile = (wanted.block_m, wanted.block_n, wanted.block_k, wanted.group, wanted.parts, wanted.warps, wanted.stages)
-    name = {"relu_stack": op, "down": "linear_small"}.get(op, f"{op}_{wanted.family}")
+    name = op if op == "relu_stack" else f"{op}_{wanted.family}"
+    if wanted.family == "small":
+        name = SMALL_KERNELS[op]
     if wanted.family == "gluon":
         name = "glu_grads_gluon" if "grads" in op else f"hidden_{'backward' if 'backward' in op else 'forward'}_gluon"
     tiles = [entry.tile for entry in recorded if entry.name == name]

@@ -20,7 +20,7 @@ from .common import (
 
 
 @triton.jit
-def _gated_grads(dh, gate, up, ACT: tl.constexpr, FAST_MATH: tl.constexpr, DTYPE: tl.constexpr):
+def gated_grads(dh, gate, up, ACT: tl.constexpr, FAST_MATH: tl.constexpr, DTYPE: tl.constexpr):
     """(dGate, dUp, h), all fp32."""
     dh = round_as_stored(dh, DTYPE)
     a, d = activate_grad(gate, ACT, FAST_MATH)
@@ -52,7 +52,7 @@ def _epilogue_tma(
 ):
     gate = gate_desc.load([row, col]).to(tl.float32)
     up = up_desc.load([row, col]).to(tl.float32)
-    dgate, dup, h = _gated_grads(dh, gate, up, ACT, FAST_MATH, dgate_desc.dtype)
+    dgate, dup, h = gated_grads(dh, gate, up, ACT, FAST_MATH, dgate_desc.dtype)
     dgate_desc.store([row, col], dgate.to(dgate_desc.dtype))
     dup_desc.store([row, col], dup.to(dup_desc.dtype))
     if STORE_H:
@@ -234,7 +234,7 @@ def glu_backward_pointer(
         at = rows[:, None].to(tl.int64) * (2 * H) + columns[None, :]
         gate = tl.load(gate_up_ptr + at, mask=mask, other=0.0).to(tl.float32)
         up = tl.load(gate_up_ptr + at + H, mask=mask, other=0.0).to(tl.float32)
-        dgate, dup, h = _gated_grads(acc, gate, up, ACT, FAST_MATH, DTYPE)
+        dgate, dup, h = gated_grads(acc, gate, up, ACT, FAST_MATH, DTYPE)
         tl.store(dgate_up_ptr + at, dgate.to(DTYPE), mask=mask)
         tl.store(dgate_up_ptr + at + H, dup.to(DTYPE), mask=mask)
         if STORE_H:

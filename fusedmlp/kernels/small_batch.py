@@ -104,6 +104,7 @@ def linear_small(
     FAST_MATH: tl.constexpr,
     PRECISION: tl.constexpr,
     DEPENDENT: tl.constexpr,
+    TRIGGER: tl.constexpr,
 ):
     """``y = act(x W^T + b)``, split-K: SPLITS programs share the sum behind an output tile.
 
@@ -114,8 +115,11 @@ def linear_small(
     counter: an int32 a tile, zero before and after. Neither is touched with a single split.
 
     DEPENDENT: the launch starts before the kernel ahead of it has ended, and waits here for that. Fetching weights into
-    L2 meanwhile made the kernel ahead slower than it helped.
+    L2 meanwhile made the kernel ahead slower than it helped. TRIGGER: a launch that waits for this one's end may be
+    brought onto the multiprocessors meanwhile.
     """
+    if TRIGGER:
+        gdc_launch_dependents()
     tiles_m = tl.cdiv(M, BLOCK_M)
     split = tl.program_id(0) % SPLITS
     tile = tl.program_id(0) // SPLITS
@@ -137,6 +141,36 @@ def linear_small(
         acc = dot(w, x, acc, PRECISION)
     at = tokens[None, :].to(tl.int64) * N + features[:, None]
     mask = (tokens[None, :] < M) & (features[:, None] < N)
+    # fmt: off
+    share_sum(acc, partial_ptr, counter_ptr, b_ptr, y_ptr, pre_ptr, split, tile, features, at, mask, M, N,
+               BLOCK_M, BLOCK_N, SPLITS, ACT, HAS_BIAS, SAVE_PRE, FAST_MATH)
+    # fmt: on
+
+
+@triton.jit
+def share_sum(
+    acc,
+    partial_ptr,
+    counter_ptr,
+    b_ptr,
+    y_ptr,
+    pre_ptr,
+    split,
+    tile,
+    features,
+    at,
+    mask,
+    M,
+    N,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLITS: tl.constexpr,
+    ACT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SAVE_PRE: tl.constexpr,
+    FAST_MATH: tl.constexpr,
+):
+    """The end of a program: of SPLITS that share the sum behind a tile, the last to arrive adds them up."""
     if SPLITS == 1:
         _finish(acc, b_ptr, y_ptr, pre_ptr, features, at, mask, N, ACT, HAS_BIAS, SAVE_PRE, FAST_MATH)
     else:

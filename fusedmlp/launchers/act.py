@@ -12,7 +12,7 @@ from ..kernels.pointwise import act_grad as act_grad_kernel
 from ..launch import Launch
 from ..plan import Plan
 from ..settings import Settings
-from . import gluon
+from . import gluon, small
 from .common import (
     ceil_div,
     launch_options,
@@ -114,6 +114,10 @@ def act_backward(
         da = gy @ weight
         dpre, a, db = act_grad(plan, name, da, saved, act, store_a, bias_grad, da, saved if spent else None)
         return dpre, a, db, gy.sum(0) if out_bias_grad else None
+    if settings.family == "small":
+        asked = (store_a, bias_grad, out_bias_grad, spent)
+        dpre, a, db, _, db_out = small.hidden_backward(plan, name, act, gy, weight, saved, *asked)
+        return dpre, a, db, db_out
     dpre = saved if spent else torch.empty_like(saved)
     a = torch.empty_like(saved) if store_a else None
     biases = bias_grad or out_bias_grad

@@ -11,7 +11,7 @@ from ..kernels.pointwise import glu_act_forward
 from ..launch import Launch
 from ..plan import Plan
 from ..settings import Settings
-from . import gluon
+from . import gluon, small
 from .common import (
     as_rows,
     ceil_div,
@@ -25,7 +25,6 @@ from .common import (
     rows_tile,
     stacked_halves,
 )
-from .small import glu_small_launch
 
 
 def _glu_launch(
@@ -49,7 +48,7 @@ def _glu_launch(
     if settings.family == "gluon":
         return _glu_gluon_launch(plan, settings, tiles, x, gate_weight, up_weight, h, save)
     if settings.family == "small":
-        return glu_small_launch(plan, settings, M, H, flags[1:])
+        return small.glu_small_launch(plan, settings, M, H, flags[1:])
     if not tma:
         constants = (*block, *flags, plan.fast_math, plan.dot_precision)
         return Launch(glu_pointer, tiles, constants, **options)
@@ -204,6 +203,8 @@ def dual_dgrad(plan: Plan, dgate_up: Tensor, gate_weight: Tensor, up_weight: Ten
     settings = plan.settings["dgrad"]
     H, D = gate_weight.shape
     M = dgate_up.shape[0]
+    if settings.family == "small":
+        return small.dual_dgrad(plan, dgate_up, gate_weight, up_weight)
     tma = settings.family == "tma"
     up_first = pair_order(plan, gate_weight, up_weight) if tma else None
     if tma and up_first is None:

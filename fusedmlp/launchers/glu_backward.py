@@ -11,7 +11,7 @@ from ..kernels.pointwise import glu_act_backward
 from ..launch import Launch
 from ..plan import Plan
 from ..settings import Settings
-from . import gluon
+from . import gluon, small
 from .common import (
     ceil_div,
     half_tiles,
@@ -110,6 +110,9 @@ def glu_backward(
     M = gy.shape[0]
     if settings.family == "pair":
         return _glu_backward_pair(plan, gy, down_weight, gate_up, store_h, bias_grad, down_bias_grad, spent)
+    if settings.family == "small":
+        asked = (store_h, bias_grad, down_bias_grad, spent)
+        return small.hidden_backward(plan, "backward", plan.activation, gy, down_weight, gate_up, *asked)
     dgate_up = gate_up if spent else gy.new_empty(M, 2 * H)
     h = gy.new_empty(M, H) if store_h else None
     biases = bias_grad or down_bias_grad

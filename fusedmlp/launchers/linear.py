@@ -27,6 +27,7 @@ from .common import (
     row_stride,
     rows_tile,
 )
+from .small import linear_act_small
 
 
 def _linear_act_launch(
@@ -81,6 +82,8 @@ def linear_act(
     """``(act(x W^T + b), x W^T + b or None)``; x of any rank with last dimension K, results [M, N]."""
     settings = plan.settings[name]
     N, K = weight.shape
+    if settings.family == "small":
+        return linear_act_small(plan, name, x, weight, bias, act.name, save_pre)
     tma, warp_specialised = settings.family == "tma", settings.family == "gluon"
     if not plan.rows or name != "forward":
         x = as_rows(x, K, tma or warp_specialised)

@@ -1,11 +1,14 @@
-"""Launches of :mod:`fusedmlp.kernels.small_batch`, and the choice between it and cuBLAS for the last product."""
+"""Launches for small batches (:mod:`fusedmlp.kernels.small_batch`, :mod:`fusedmlp.kernels.small_backward`), and the
+choice between them and cuBLAS for the last product."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from ..activations import Activation
 from ..counters import barrier_counters
+from ..kernels.small_backward import dual_dgrad_small, hidden_backward_small
 from ..kernels.small_batch import glu_small, linear_small
 from ..launch import Launch
 from ..plan import Plan
@@ -24,12 +27,26 @@ def overlaps(plan: Plan) -> bool:
     return plan.device_index is not None and info(plan.device).capability >= (9, 0)
 
 
+def triggers(plan: Plan, name: str) -> bool:
+    """Whether a launch of this name is the one ahead of a last product that may begin before it has ended."""
+    down = plan.settings.get("down")
+    return name == "forward" and down is not None and down.family == "small" and overlaps(plan)
+
+
 def glu_small_launch(plan: Plan, settings: Settings, M: int, H: int, flags: tuple[bool, bool, bool, bool]) -> Launch:
     """Of ``flags`` (gate bias, up bias, save gate and up, store h); called as the pointer kernel is."""
     block = (settings.block_m, settings.block_n, settings.block_k)
-    trigger = overlaps(plan) and plan.settings["down"].family == "small"
-    constants = (*block, plan.activation.name, *flags, plan.fast_math, plan.dot_precision, trigger)
+    precision, trigger = plan.dot_precision, triggers(plan, "forward")
+    constants = (*block, plan.activation.name, *flags, plan.fast_math, precision, trigger)
     return Launch(glu_small, tiles_of(settings, M, H), constants, **launch_options(settings))
+
+
+def _for_splits(plan: Plan, settings: Settings, like: Tensor, M: int, N: int) -> tuple[Tensor | None, Tensor | None]:
+    """Partial sums and counters of programs that share the sum behind a tile."""
+    if settings.parts == 1:
+        return None, None
+    partial = like.new_empty((settings.parts, M, N), dtype=torch.float32)
+    return partial, barrier_counters(plan.device, tiles_of(settings, M, N))
 
 
 def linear_act_small(
@@ -48,15 +65,13 @@ def linear_act_small(
     M = x.shape[0]
     y = x.new_empty(M, N)
     pre = torch.empty_like(y) if save_pre else None
-    partial = counters = None
-    if settings.parts > 1:
-        partial = x.new_empty((settings.parts, M, N), dtype=torch.float32)
-        counters = barrier_counters(plan.device, tiles_of(settings, M, N))
+    partial, counters = _for_splits(plan, settings, x, M, N)
 
     def make() -> Launch:
         block = (settings.block_m, settings.block_n, settings.block_k, settings.parts)
-        dependent = overlaps(plan)
-        constants = (*block, activation, bias is not None, save_pre, plan.fast_math, plan.dot_precision, dependent)
+        dependent = name == "down" and overlaps(plan)
+        flags = (activation, bias is not None, save_pre, plan.fast_math, plan.dot_precision)
+        constants = (*block, *flags, dependent, triggers(plan, name))
         options = launch_options(settings) | ({"launch_pdl": True} if dependent else {})
         return Launch(linear_small, settings.parts * tiles_of(settings, M, N), constants, **options)
 
@@ -71,3 +86,62 @@ def down(plan: Plan, h: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if plan.settings["down"].family != "small":
         return linear(h, weight, bias)
     return linear_act_small(plan, "down", h, weight, bias)[0]
+
+
+def hidden_backward(
+    plan: Plan,
+    name: str,
+    act: Activation,
+    gy: Tensor,
+    weight: Tensor,
+    saved: Tensor,
+    store_h: bool,
+    bias_grad: bool,
+    out_bias_grad: bool,
+    spent: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """``(gradient of saved, h [M, N], db [N], dbu [N], dby [K])`` in one launch, None for what was not asked for or is
+    not there.
+
+    gy: contiguous [M, K]. weight [K, N]. saved: gate and up [M, 2N], or [M, N] of one layer; ``spent``: its gradient
+    takes its place.
+    """
+    settings = plan.settings[name]
+    K, N = weight.shape
+    M = gy.shape[0]
+    gated = plan.op == "glu_mlp"
+    grad = saved if spent else torch.empty_like(saved)
+    h = gy.new_empty(M, N) if store_h else None
+    db = gy.new_empty(N) if bias_grad else None
+    dbu = gy.new_empty(N) if bias_grad and gated else None
+    dby = gy.new_empty(K) if out_bias_grad else None
+
+    def make() -> Launch:
+        block = (settings.block_m, settings.block_n, settings.block_k)
+        flags = (gated, act.name, act.saves == "output", store_h, bias_grad, out_bias_grad)
+        programs = ceil_div(N, settings.block_n) + (ceil_div(K, 128) if out_bias_grad else 0)
+        constants = (*block, *flags, plan.fast_math, plan.dot_precision)
+        return Launch(hidden_backward_small, programs, constants, **launch_options(settings))
+
+    launch = prepared(plan, (name, "small", store_h, bias_grad, out_bias_grad), make)
+    launch(plan.device_index, gy, weight, saved, grad, h, db, dbu, dby, M, N, K, row_stride(weight))
+    return grad, h, db, dbu, dby
+
+
+def dual_dgrad(plan: Plan, dgate_up: Tensor, gate_weight: Tensor, up_weight: Tensor) -> Tensor:
+    """``dX [M, D] = dGate Wg + dUp Wu`` in one launch; dgate_up [M, 2H] contiguous."""
+    settings = plan.settings["dgrad"]
+    H, D = gate_weight.shape
+    M = dgate_up.shape[0]
+    dx = dgate_up.new_empty(M, D)
+    partial, counters = _for_splits(plan, settings, dgate_up, M, D)
+
+    def make() -> Launch:
+        block = (settings.block_m, settings.block_n, settings.block_k, settings.parts)
+        programs = settings.parts * tiles_of(settings, M, D)
+        return Launch(dual_dgrad_small, programs, (*block, plan.dot_precision), **launch_options(settings))
+
+    launch = prepared(plan, ("dgrad", "small"), make)
+    strides = (row_stride(gate_weight), row_stride(up_weight))
+    launch(plan.device_index, dgate_up, gate_weight, up_weight, dx, partial, counters, M, D, H, *strides)
+    return dx

@@ -38,6 +38,8 @@ _GROUPED_WEIGHTS_UP_TO = 512
 _GROUPED_MEASURED_UP_TO = 8192  # tokens; at this many 1.5 to 4.5 % are left of what it saves
 # For few tokens cuBLAS reads weights of this size (N K) so much faster that it makes up for a launch more.
 _STREAMED_BY_CUBLAS = 7e7
+# Whose kernels for small batches may share a sum among programs.
+_SPLIT = ("linear_act", "down", "dual_dgrad")
 # Tokens up to which the kernels for small batches serve an operation in 16 bits.
 _SMALL_UP_TO = {"glu": 16, "down": 32}
 # And the last product of narrow layers (N K), where they are level with cuBLAS and cost the host a launch alone.
@@ -145,14 +147,15 @@ def _small(op: str, M: int, N: int, dtype: torch.dtype, info: DeviceInfo, aligne
     n, k, stages = (64, 64, 5) if op == "glu" else (64, 128, 4)
     if dtype == torch.float32 or not aligned:
         n, k = 32, 32  # each operand, or each address, in registers of its own
-    weights = 2 if op == "glu" else 1
+    weights = 2 if op == "glu" else 1  # in a stage
     stage = (weights * n + m) * k * dtype.itemsize
     stages = max(2, min(stages, (info.shared - 4096) // stage))  # less on GPUs whose blocks have 99 KiB
     parts = 1
-    if op == "down":  # up to a wave and a quarter of programs: 144 and 160 on 132 multiprocessors are faster than 72
+    if op in _SPLIT:  # up to a wave and a quarter of programs: 144 and 160 on 132 multiprocessors are faster than 72
         tiles = _tiles(M, N, m, n)
         parts = max(parts for parts in (1, 2, 3, 4, 6, 8) if parts == 1 or parts * tiles <= 1.25 * info.sms)
-    return Settings("small", m, n, k, parts=parts, warps=4, stages=stages)
+    warps = 8 if m > 32 and "backward" in op else 4  # else its epilogue would not fit into registers
+    return Settings("small", m, n, k, parts=parts, warps=warps, stages=stages)
 
 
 def _gluon(op: str, M: int, N: int, K: int) -> Settings:

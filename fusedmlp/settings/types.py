@@ -13,7 +13,7 @@ GLUON_OPS = ("linear_act", "glu", "glu_backward", "glu_grads", "glu_weight_grads
 GLUON_ONLY_OPS = ("glu_grads", "glu_weight_grads", "mlp_grads")
 
 # What has a kernel for small batches, and how many tokens those take.
-SMALL_TOKENS = {"glu": 64, "down": 256}
+SMALL_TOKENS = {"glu": 64, "linear_act": 64, "down": 256, "glu_backward": 64, "act_backward": 64, "dual_dgrad": 64}
 SMALL_OPS = tuple(SMALL_TOKENS)
 
 # glu_grads: dX and all weight gradients of a gated MLP in one launch; glu_weight_grads: the latter alone; mlp_grads: dX
@@ -30,8 +30,8 @@ class Settings:
         family: one of :data:`FAMILIES`.
         block_m, block_n, block_k: the tile, in elements (for the gated forward block_n of gate and of up each).
         group: tile rows a band, for L2 reuse.
-        parts: column parts of the epilogue (1, 2 or 4), which bound its registers; for "down" the programs that
-            share the sum behind a tile (split-K).
+        parts: column parts of the epilogue (1, 2 or 4), which bound its registers; for one weight and few tokens the
+            programs that share the sum behind a tile (split-K).
         warps, stages: per program; stages of the load pipeline.
         ctas_per_sm: programs a multiprocessor holds, for persistent grids.
     """

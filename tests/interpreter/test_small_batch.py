@@ -12,7 +12,7 @@ from support.cases import Case
 from support.compare import assert_matches
 from support.interpreter import repair
 from support.memory import LAYOUTS, WEIGHT_LAYOUTS, poisoned_memory
-from support.operations import ACTIVATIONS
+from support.operations import ACTIVATIONS, OPERATIONS
 from support.runner import check_op
 from triton.runtime.interpreter import InterpreterBuilder
 
@@ -44,13 +44,13 @@ def forced(**fields):
 
 def varied(op: str, M: int, i: int, **fields) -> Case:
     """Ragged and even widths, dtypes, biases, activations and layouts in turn."""
-    widths = ((31, 130, 67), (96, 80, 16), (257, 48, 131))[i % 3]
+    widths = ((31, 130, 67, 48), (96, 80, 16, 24), (257, 48, 131, 20))[i % 3][: len(OPERATIONS[op].widths)]
     return Case(
         op,
         (M,),
         widths,
-        tuple(ACTIVATIONS)[i % len(ACTIVATIONS)],
-        BIASES[i % 4],
+        "relu" if op == "relu_mlp" else tuple(ACTIVATIONS)[i % len(ACTIVATIONS)],
+        BIASES[i % (2 if op == "linear_act" else 4)],
         DTYPES[(i // 2) % 3],
         LAYOUTS[i % len(LAYOUTS)],
         WEIGHT_LAYOUTS[i % len(WEIGHT_LAYOUTS)],
@@ -59,14 +59,15 @@ def varied(op: str, M: int, i: int, **fields) -> Case:
     )
 
 
-@pytest.mark.parametrize("op", ["glu_mlp", "mlp"])
+@pytest.mark.parametrize("op", ["glu_mlp", "mlp", "linear_act", "relu_mlp"])
 @pytest.mark.parametrize("splits", [1, 2, 4])
 @pytest.mark.parametrize("M", TOKENS)
 def test_accuracy(op, M, splits):
     i = TOKENS.index(M) * 3 + splits
     with forced(parts=splits):
         check_op(varied(op, M, i), CPU)
-        check_op(varied(op, M, i + 5, frozen="weights", recompute=True), CPU)
+        recompute = {"recompute": True} if "recompute" in OPERATIONS[op].options else {}
+        check_op(varied(op, M, i + 5, frozen="weights", **recompute), CPU)
         with torch.no_grad():
             check_op(varied(op, M, i + 10), CPU)
 
@@ -189,7 +190,7 @@ def test_more_tokens_and_other_operations_take_another_family():
         assert "down [small 64x" in text
         text = str(explain_plan(functional.mlp, x[:2], gate, gate.t().contiguous(), bias))
         assert "fc2 [small 16x" in text
-        assert "fc1, bias and activation [pointer" in text
+        assert "fc1, bias and activation [small 16x" in text
 
 
 def test_unforced_calls_take_cublas_for_the_last_product():

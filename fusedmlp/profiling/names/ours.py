@@ -18,13 +18,22 @@ KERNELS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "glu_pointer": (GLU, "gate, up, activation and product", ("mm", "mm", "activation", "mul")),
     "hidden_forward_gluon": (f"{GLU}, {MLP}", "hidden layer: products, bias, activation", ("mm", "activation", "mul")),
     "glu_small": (GLU, "gate, up, activation, product and down, for few tokens", ("mm", "mm", "activation", "mul")),
-    "linear_small": (f"{GLU}, {MLP}, {ACT}", "linear, bias and activation, for few tokens", ("mm", "activation")),
+    "linear_small": (
+        f"{GLU}, {MLP}, {ACT}, {STACK}",
+        "linear, bias and activation, for few tokens",
+        ("mm", "activation"),
+    ),
     "relu_stack": (STACK, "all layers of a ReLU stack", ("mm", "add", "relu")),
     "glu_backward_tma": (GLU, "dH, dGate, dUp, activation again, bias gradients", ("mm", "mul", "activation_backward")),
     "glu_backward_pointer": (
         *(GLU, "dH, dGate, dUp, activation again, bias gradients"),
         ("mm", "mul", "activation_backward"),
     ),
+    "hidden_backward_small": (
+        *(f"{GLU}, {MLP}, {STACK}", "gradient of the hidden layer, activation's and bias gradients, for few tokens"),
+        ("mm", "activation_backward", "sum"),
+    ),
+    "dual_dgrad_small": (GLU, "dX over gate and up, for few tokens", ("mm", "mm", "add")),
     "hidden_backward_gluon": (
         *(f"{GLU}, {MLP}", "gradient of the hidden layer, activation's gradient, bias gradients"),
         ("mm", "activation_backward", "sum"),

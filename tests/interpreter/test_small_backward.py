@@ -1,0 +1,157 @@
+"""The backward's kernels for small batches in the interpreter: paddings, shared sums, biases, room in memory."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+from support.cases import BIASES, Case
+from support.interpreter import repair
+from support.memory import GRADIENT_LAYOUTS, LAYOUTS, WEIGHT_LAYOUTS, poisoned_memory
+from support.operations import ACTIVATIONS, OPERATIONS
+from support.runner import check_op
+from triton.runtime.interpreter import InterpreterBuilder
+
+from fusedmlp import explain_plan, functional, plan, settings
+from fusedmlp.activations import resolve_activation
+from fusedmlp.launchers import small
+from fusedmlp.settings import heuristic
+
+repair()
+
+CPU = torch.device("cpu")
+TOKENS = (1, 2, 16, 17, 40, 64)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+FROZEN = ("nothing", "x", "weights", "every_second")
+
+
+@contextmanager
+def forced(**fields):
+    """The family, with fields of its settings, of the backward alone."""
+    original = heuristic._small
+    plan.clear()
+    with (
+        mock.patch.object(heuristic, "_small", lambda *args: replace(original(*args), **fields)),
+        settings.override("glu_backward", family="small"),
+        settings.override("act_backward", family="small"),
+        settings.override("dual_dgrad", family="small"),
+        settings.override("glu_grads", family="pair"),
+    ):
+        yield
+    plan.clear()
+
+
+def varied(op: str, M: int, i: int, **fields) -> Case:
+    """Ragged and even widths, dtypes, biases, activations, layouts and frozen operands in turn."""
+    widths = ((31, 130, 67, 48), (96, 80, 16, 24), (257, 48, 131, 20))[i % 3][: len(OPERATIONS[op].widths)]
+    return Case(
+        op,
+        (M,),
+        widths,
+        "relu" if op == "relu_mlp" else tuple(ACTIVATIONS)[i % len(ACTIVATIONS)],
+        BIASES[i % len(BIASES)],
+        DTYPES[(i // 2) % 3],
+        LAYOUTS[i % len(LAYOUTS)],
+        WEIGHT_LAYOUTS[i % len(WEIGHT_LAYOUTS)],
+        GRADIENT_LAYOUTS[i % len(GRADIENT_LAYOUTS)],
+        FROZEN[i % len(FROZEN)],
+        seed=i,
+        **fields,
+    )
+
+
+@pytest.mark.parametrize("op", ["glu_mlp", "mlp", "relu_mlp"])
+@pytest.mark.parametrize("splits", [1, 2, 4])
+@pytest.mark.parametrize("M", TOKENS)
+def test_accuracy(op, M, splits):
+    i = TOKENS.index(M) * 3 + splits
+    with forced(parts=splits):
+        for k in (0, 7, 13):
+            check_op(varied(op, M, i + k), CPU)
+        if "recompute" in OPERATIONS[op].options:
+            check_op(varied(op, M, i + 5, recompute=True), CPU)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("op", ["glu_mlp", "mlp"])
+def test_every_activation(op, activation, dtype):
+    with forced(parts=2):
+        check_op(Case(op, (5,), (40, 72, 24), activation, dtype=dtype), CPU)
+
+
+@pytest.mark.parametrize("block", [{"block_n": 16, "block_k": 16}, {"block_n": 64, "block_k": 128}, {"block_m": 16}])
+@pytest.mark.parametrize("op", ["glu_mlp", "mlp"])
+def test_accuracy_with_other_tiles(op, block):
+    """block_m below the tokens: a program goes through several tiles of them, and sums biases over all."""
+    with forced(parts=3, **block):
+        check_op(Case(op, (40,), (75, 70, 50), "gelu", dtype=torch.bfloat16), CPU)
+
+
+def test_the_launches_are_those():
+    x, gate, down = (torch.randn(s, dtype=torch.bfloat16).requires_grad_() for s in ((5, 32), (48, 32), (32, 48)))
+    with forced():
+        text = str(explain_plan(functional.glu_mlp, x, gate, gate, down))
+        assert "bias gradients [small 16x" in text and "dX over gate and up [small 16x" in text
+        assert "bias gradients [small 16x" in str(explain_plan(functional.mlp, x, gate, down))
+        wide = x.detach().expand(13, 5, 32).reshape(65, 32).requires_grad_()
+        assert "small" not in str(explain_plan(functional.glu_mlp, wide, gate, gate, down))
+
+
+def dgrad(splits: int, M: int = 20, D: int = 70, H: int = 150) -> torch.Tensor:
+    make = torch.Generator().manual_seed(0)
+    dgate_up, gate, up = (torch.randn(s, generator=make) for s in ((M, 2 * H), (H, D), (H, D)))
+    with forced(parts=splits):
+        made = plan.Plan("glu_mlp", resolve_activation("gelu"), M, (), dgate_up.dtype, CPU, "ieee", True)
+        made.choose("dgrad", "dual_dgrad", D, H)
+    with poisoned_memory():
+        return small.dual_dgrad(made, dgate_up, gate, up)
+
+
+def test_the_order_of_arrival_does_not_show():
+    """Programs run from the last to the first: the same bits, since partial sums are added in the splits' order."""
+    expected = dgrad(4)
+    original = InterpreterBuilder.set_grid_idx
+
+    def backwards(self, i, *rest):
+        return original(self, self.grid_dim[0] - 1 - i, *rest)
+
+    with mock.patch.object(InterpreterBuilder, "set_grid_idx", backwards):
+        assert torch.equal(dgrad(4), expected)
+
+
+@pytest.mark.parametrize("splits", [2, 4, 7])
+def test_counters_are_left_zero(splits):
+    """7 splits of 5 steps: the last ones have nothing to add."""
+    kept = []
+
+    def counters(device, count):
+        kept.append(torch.zeros(count, dtype=torch.int32))
+        return kept[-1]
+
+    with mock.patch.object(small, "barrier_counters", counters):
+        dgrad(splits)
+    assert len(kept) == 1 and not kept[0].any()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of the interpreter
+def test_nan_and_inf_come_out_where_eager_has_them(value):
+    """In the padding of tokens and features they must not: 0 * inf is NaN."""
+    x, gate, up, down = (torch.randn(s) for s in ((5, 24), (40, 24), (40, 24), (33, 40)))
+    biases = [torch.randn(s) for s in (40, 40, 33)]
+    for name in ("gate", "up", "down", "gy"):
+        gy = torch.randn(5, 33)
+        tensors = {"gate": gate.clone(), "up": up.clone(), "down": down.clone()}
+        ({"gy": gy} | tensors)[name][3, 7] = value
+        leaves = [t.clone().requires_grad_() for t in (x, *tensors.values(), *biases)]
+        with forced(parts=2):
+            ours = torch.autograd.grad(functional.glu_mlp(*leaves, activation="silu"), leaves, gy)
+        g, u = leaves[0] @ leaves[1].t() + leaves[4], leaves[0] @ leaves[2].t() + leaves[5]
+        y = (torch.nn.functional.silu(g) * u) @ leaves[3].t() + leaves[6]
+        theirs = torch.autograd.grad(y, leaves, gy)
+        for a, b in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3, equal_nan=True)

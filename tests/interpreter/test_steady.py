@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.autograd_suite import assert_same_bits, call, leaves_of, requiring
+from support.autograd_suite import HandedOutOnce, assert_same_bits, call, leaves_of, requiring
 from support.cases import SMALL_LEADS, SMALL_WIDTHS, Case, covering_cases
 from support.interpreter import repair
 from support.operations import OPERATIONS
@@ -56,15 +56,10 @@ def test_accuracy(case, family):
 def test_saved_tensors_are_unpacked_once(op, moved):
     """Hooks of offloading and checkpointing may hand a tensor out once, and in another layout than it was saved in."""
     leaves = requiring(leaves_of(op, torch.bfloat16, "cpu"))
-    packed: list[torch.Tensor | None] = []
-
-    def pack(tensor):
-        packed.append(tensor)
-        return len(packed) - 1
+    hooks = HandedOutOnce()
 
     def unpack(handle):
-        tensor, packed[handle] = packed[handle], None
-        assert tensor is not None, f"saved tensor {handle} was unpacked a second time"
+        tensor = hooks.unpack(handle)
         return torch.cat([tensor, tensor], -1)[..., : tensor.shape[-1]] if moved and handle == 0 else tensor
 
     def step(pack, unpack) -> dict[str, torch.Tensor]:
@@ -81,5 +76,5 @@ def test_saved_tensors_are_unpacked_once(op, moved):
         for _ in range(3):
             assert_same_bits(exact, step(lambda t: t, lambda t: t), "with hooks that do nothing")
         before = sum(p.runs for p in launcher.programs)
-        assert_same_bits(exact, step(pack, unpack), "under the hooks")
+        assert_same_bits(exact, step(hooks.pack, unpack), "under the hooks")
         assert sum(p.runs for p in launcher.programs) - before == (1 if moved else 2)

@@ -65,6 +65,22 @@ def gradients(op: str, leaves: Tensors, gy: Tensor, **options) -> dict[str, Tens
     return {name: t.grad for name, t in fresh.items()}
 
 
+class HandedOutOnce:
+    """Hooks on saved tensors that hand each out once, as those of offloading and checkpointing may."""
+
+    def __init__(self) -> None:
+        self.packed: list[Tensor | None] = []
+
+    def pack(self, tensor: Tensor) -> int:
+        self.packed.append(tensor)
+        return len(self.packed) - 1
+
+    def unpack(self, handle: int) -> Tensor:
+        tensor, self.packed[handle] = self.packed[handle], None
+        assert tensor is not None, f"saved tensor {handle} was unpacked a second time"
+        return tensor
+
+
 def assert_same_bits(first: dict[str, Tensor], second: dict[str, Tensor], what: str) -> None:
     for name, tensor in first.items():
         assert torch.equal(tensor, second[name]), f"{what}: the gradient of {name} differs"
@@ -161,20 +177,10 @@ class AutogradSuite:
     def test_saved_tensors_are_unpacked_once(self, device, op, options):
         """Offloading and checkpointing hooks may refuse to hand out a saved tensor twice."""
         leaves = requiring(leaves_of(op, torch.float32, device))
-        packed: list[Tensor | None] = []
-
-        def pack(tensor):
-            packed.append(tensor)
-            return len(packed) - 1
-
-        def unpack(handle):
-            tensor, packed[handle] = packed[handle], None
-            assert tensor is not None, f"saved tensor {handle} was unpacked a second time"
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        hooks = HandedOutOnce()
+        with torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack):
             y = call(op, leaves, **options)
-        assert packed, "nothing was saved"
+        assert hooks.packed, "nothing was saved"
         gy = torch.randn_like(y)
         y.backward(gy)
         plain = gradients(op, leaves, gy, **options)

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench import common
+from bench.script import script
 from fusedmlp import FusedGeGLUMLP
 
 SHAPES = ((8192, 768, 3072), (1024, 768, 3072), (128, 768, 3072), (8192, 2304, 9216))
@@ -178,17 +179,14 @@ def table(rows: list[dict[str, Any]]) -> tuple[str, int]:
     return "\n".join(lines), slower
 
 
+@script
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="two shapes, fewer repeats; for a look, not for results")
     parser.add_argument("--out", metavar="FILE", help="result file (default: bench/results/<gpu>/first.json)")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     args = parser.parse_args(argv)
-    try:
-        gpu = common.need_gpu()
-    except common.BenchError as error:
-        print(f"bench/first.py: {error}", file=sys.stderr)
-        return 2
+    gpu = common.need_gpu()
     begin = time.perf_counter()
     ceilings = common.ceilings()
     rows: list[dict[str, Any]] = []

@@ -40,6 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench import ahead, common
 from bench.case import Case, bytes_of
 from bench.rows import Rows
+from bench.script import script
 from bench.variants import OPS, VARIANTS, missing, not_offered
 
 WIDTHS = (
@@ -248,15 +249,12 @@ def compile_ahead(args: argparse.Namespace, grid: Grid) -> None:
     ahead.run(tasks, args.jobs, seconds=max(30.0, args.minutes * 60 / 2))
 
 
+@script
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     if args.merge:
         return merge(args.merge, args.out)
-    try:
-        gpu = common.need_gpu()
-    except common.BenchError as error:
-        print(f"bench/grid.py: {error}", file=sys.stderr)
-        return 2
+    gpu = common.need_gpu()
     let_compile_specialise()
     ceilings = common.ceilings()
     path = Path(args.out) if args.out else common.RESULTS / common.gpu_slug(gpu) / "grid.json"

@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench import common
 from bench.case import Case
+from bench.script import script
 from fusedmlp import FusedReLUMLP
 
 ONE = (1, 768, 3072)
@@ -277,17 +278,14 @@ def cells(triton: bool, scale: int) -> dict[str, Callable[[], Rows]]:
     return found
 
 
+@script
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a quarter of the repeats; for a look, not for results")
     parser.add_argument("--breakdown", action="store_true", help="print what the parts of a call cost the host")
     parser.add_argument("--out", metavar="FILE", help="result file (default: bench/results/<gpu>/host.json)")
     args = parser.parse_args(argv)
-    try:
-        gpu = common.need_gpu()
-    except common.BenchError as error:
-        print(f"bench/host.py: {error}", file=sys.stderr)
-        return 2
+    gpu = common.need_gpu()
     if args.breakdown:
         from bench import breakdown
 

@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench import common
 from bench.case import Case
+from bench.script import script
 from bench.variants import VARIANTS, Built, Variant
 from fusedmlp import explain_plan
 
@@ -144,22 +145,19 @@ def table(rows: Rows) -> tuple[str, int]:
     return "\n".join(lines), missed
 
 
+@script
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tree", type=Path, metavar="TREE", help="what `python -m fusedmlp hub build` wrote")
     parser.add_argument("--out", metavar="FILE", help="result file (default: bench/results/<gpu>/hub.json)")
     args = parser.parse_args(argv)
-    try:
-        gpu = common.need_gpu()
-        kernel = load(args.tree)
-        paths = [import_module(f"{name}.launch").path() for name in ("fusedmlp", kernel.__name__)]
-        if paths[0] != paths[1]:
-            raise common.BenchError(f"launches go by {paths[0]} from the package, by {paths[1]} from the tree")
-        add_variants(kernel)
-        rows = [row for tokens in TOKENS for row in measure(tokens, rounds=5)]
-    except common.BenchError as error:
-        print(f"bench/hub.py: {error}", file=sys.stderr)
-        return 2
+    gpu = common.need_gpu()
+    kernel = load(args.tree)
+    paths = [import_module(f"{name}.launch").path() for name in ("fusedmlp", kernel.__name__)]
+    if paths[0] != paths[1]:
+        raise common.BenchError(f"launches go by {paths[0]} from the package, by {paths[1]} from the tree")
+    add_variants(kernel)
+    rows = [row for tokens in TOKENS for row in measure(tokens, rounds=5)]
     text, missed = table(rows)
     print(f"{gpu}: {kernel.__name__} from {kernel.__file__}, launches by {paths[1]}\n{text}")
     print(f"limits that do not hold: {missed}")

@@ -38,6 +38,7 @@ from bench.case import Case, Shape
 from bench.case import parse_shape as parse_shape
 from bench.rehearsal import Rehearsal, Verdict
 from bench.rows import Rows
+from bench.script import script
 from bench.variants import DEFAULT, OPS, VARIANTS, missing, not_offered
 
 SHAPES: dict[str, tuple[Shape, ...]] = {
@@ -197,13 +198,10 @@ class Run(Rows):
         return "\n".join(lines)
 
 
+@script
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
-    try:
-        gpu = common.need_gpu()
-    except common.BenchError as error:
-        print(f"bench/peers.py: {error}", file=sys.stderr)
-        return 2
+    gpu = common.need_gpu()
     ceilings = common.ceilings()
     written: list[Path] = []
 

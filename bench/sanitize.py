@@ -44,6 +44,7 @@ if __name__ == "__main__":
 from support.compare import assert_matches  # noqa: E402
 
 from bench import common, dispatch  # noqa: E402
+from bench.script import script  # noqa: E402
 from fusedmlp import functional, reference, settings  # noqa: E402
 
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
@@ -223,6 +224,7 @@ def under(tool: str, program: str, arguments: Sequence[str], folder: Path) -> bo
     return clean
 
 
+@script
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tools", nargs="+", choices=TOOLS, help="run under each of these tools of compute-sanitizer")
@@ -231,11 +233,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     cases = [case for case in CASES if args.only in str(case)]
     if not cases:
         parser.error(f"no case has {args.only!r} in its name; there are: {', '.join(map(str, CASES))}")
-    try:
-        gpu = common.need_gpu()
-    except common.BenchError as error:
-        print(f"bench/sanitize.py: {error}", file=sys.stderr)
-        return 2
+    gpu = common.need_gpu()
     if not args.tools:
         return 1 if run(cases) else 0
     program = sanitizer()

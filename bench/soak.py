@@ -38,6 +38,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench import common
+from bench.script import script
 from bench.variants import eager_module
 from fusedmlp import FusedGLUMLP, plan, steady, warmup
 
@@ -279,6 +280,7 @@ def soak(
     return faults
 
 
+@script
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=10_000, help="default: 10000")
@@ -287,11 +289,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.steps < 2 or args.threads < 1:
         parser.error("--steps must be at least 2 and --threads at least 1")
-    try:
-        common.need_gpu()
-    except common.BenchError as error:
-        print(f"bench/soak.py: {error}", file=sys.stderr)
-        return 2
+    common.need_gpu()
     os.environ.setdefault("CUBLASLT_HEURISTICS_CACHE_CAPACITY", "0")  # read when its first handle is made
     devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
     faults = soak(devices, args.steps, args.threads, eager=args.eager)

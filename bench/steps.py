@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench import ahead, common
 from bench.case import Case, Shape, parse_shape
 from bench.rows import Rows
+from bench.script import script
 from fusedmlp import settings
 from fusedmlp.settings.types import Settings
 from fusedmlp.tune.candidates import gluon, tma
@@ -171,6 +172,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+@script
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--op", nargs="+", choices=list(FORWARD), default=["geglu"])
@@ -183,11 +185,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="fewer repeats")
     parser.add_argument("--out", metavar="FILE", help="result file (default: bench/results/<gpu>/steps.json)")
     args = parser.parse_args(argv)
-    try:
-        gpu = common.need_gpu()
-    except common.BenchError as error:
-        print(f"bench/steps.py: {error}", file=sys.stderr)
-        return 2
+    gpu = common.need_gpu()
     begin = time.perf_counter()
     peers = ["eager", "compile"] if args.compile else ["eager"]
     jobs = [(op, shape) for op in args.op for shape in args.shapes]

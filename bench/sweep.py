@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench import ahead, common
 from bench.heuristic import measured
+from bench.script import script
 from fusedmlp.settings.device import info
 from fusedmlp.tune.candidates import CANDIDATES, NOT_TABLED, PASS, Choice, candidates, choose, sizes
 from fusedmlp.tune.files import merged, today, write_table
@@ -135,16 +136,13 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
+@script
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     begin = time.perf_counter()
     if args.from_results:
         return rebuild(args.from_results, args.out)
-    try:
-        gpu = common.need_gpu()
-    except common.BenchError as error_:
-        print(error_, file=sys.stderr)
-        return 2
+    gpu = common.need_gpu()
     widths: list[tuple[int, int]] = []
     for width in args.widths:
         D, H = (int(n) for n in width.split(","))

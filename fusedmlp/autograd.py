@@ -55,12 +55,13 @@ class Call:
         return self
 
     def _written_down(self, *operands: Tensor | None) -> Sequence[Any]:
-        run = partial(_by_launches, self.plan, self.layers, self.level)
-        found, program, self.bound = steady.write_down(self.plan, partial(run, *operands), operands)
-        self.steady = program is not None
-        self.run = program.run if self.steady else run
-        if not self.steady:
-            self.tables = None  # of this call alone: nobody would look into them again
+        run: Callable[..., Sequence[Any]] = partial(_by_launches, self.plan, self.layers, self.level)
+        written = steady.write_down(self.plan, partial(run, *operands), operands)
+        if written is None or written[1] is None:
+            self.run, self.tables = run, None  # of this call alone: nobody would look into them again
+            return run(*operands) if written is None else written[0]
+        found, program, self.bound = written
+        self.steady, self.run = True, program.run
         return found
 
     def backwards(self, needs: tuple[bool, ...], spent: bool) -> Any:
@@ -116,20 +117,20 @@ def _backward(ctx: Any, saved: Sequence[Tensor], gy: Tensor) -> tuple[Tensor | N
         return None, *_gradients(ctx, saved, gy, False)
     call, biases, versions, _, unseen = ctx.call
     spent = unseen and not saving.graph_is_kept()
-    try:
-        if call.tables is not None:
-            table = call.tables.get((ctx.needs_input_grad, spent))
-            if table is not None:
-                if call.save == saving.INPUT:
-                    _check_unchanged(biases, versions)
+    if call.tables is not None:
+        table = call.tables.get((ctx.needs_input_grad, spent))
+        if table is not None:
+            if call.save == saving.INPUT:
+                _check_unchanged(biases, versions)
+            grads: Any = ()
+            try:
                 grads = table.call(gy, *saved, *biases)
-                if grads is not None:
-                    return grads  # type: ignore[no-any-return]
-        return None, *_gradients(ctx, saved, gy, spent)
-    except BaseException:
-        if spent:  # PyTorch frees it after a backward that succeeds only
-            saving.mark_spent(saved[1 + call.layers])
-        raise
+            finally:
+                if spent and grads is not None:
+                    saving.mark_spent(saved[1 + call.layers])
+            if grads is not None:
+                return grads  # type: ignore[no-any-return]
+    return None, *_gradients(ctx, saved, gy, spent)
 
 
 def _gradients(ctx: Any, saved: Sequence[Tensor], gy: Tensor, spent: bool) -> tuple[Tensor | None, ...]:
@@ -156,21 +157,50 @@ def _gradients(ctx: Any, saved: Sequence[Tensor], gy: Tensor, spent: bool) -> tu
     if plan.eager_reason is not None:
         return _by_pytorch(plan, x, weights, biases, needs, gy, differentiable)
 
-    if spent and plan.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if spent and plan.capturing():
         spent = False
 
-    def run() -> tuple[Tensor | None, ...]:
+    def run(kept: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
         rows = [plan.launchers.common.as_contiguous(t, t.shape[-1]) for t in kept]
-        grads = OPERATIONS[plan.op].backward(plan, gy, x, weights, biases, rows, needs, spent)
+        try:
+            grads = OPERATIONS[plan.op].backward(plan, gy, x, weights, biases, rows, needs, spent)
+        finally:
+            if spent:
+                saving.mark_spent(kept[0])
         if x.dim() == 2 or grads[0] is None:
             return grads  # type: ignore[no-any-return]
         return grads[0].view(x.shape), *grads[1:]
 
     table = call.backwards(ctx.needs_input_grad, spent)
-    if table is None or not steady.ripe(plan, f"backward {needs} {spent}"):
-        return run()
-    inputs = (gy, *saved, *biases)
-    (_, *found), program, bound = steady.write_down(plan, lambda: (None, *run()), inputs)
+    if table is not None and steady.ripe(plan, f"backward {needs} {spent}"):
+        found = _written_down(plan, table, run, (gy, x, *weights), kept, biases, spent)
+        if found is not None:
+            return found
+    return run(kept)
+
+
+def _written_down(
+    plan: Plan,
+    table: Any,
+    run: Callable[[Sequence[Tensor]], tuple[Tensor | None, ...]],
+    operands: Sequence[Tensor],
+    kept: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    spent: bool,
+) -> tuple[Tensor | None, ...] | None:
+    """The gradients, by a run that makes the program of those after it; None where there was no room to write it down,
+    and what is kept is as it was."""
+    if spent:
+        try:
+            kept = (kept[0].clone(), *kept[1:])
+        except torch.OutOfMemoryError:
+            plan.attempts += 1
+            return None
+    inputs = (*operands, *kept, *biases)
+    written = steady.write_down(plan, lambda: (None, *run(kept)), inputs)
+    if written is None:
+        return None
+    (_, *found), program, bound = written
     if program is not None:
         steady.add(plan, table, program, bound or spent, inputs)  # neither serves inside a capture
     return tuple(found)

@@ -227,7 +227,10 @@ def _fused(
         if call.steady:
             steady.add(plan, table, partial(apply_fused, call), call.bound, operands)
         return y  # type: ignore[no-any-return]
-    (y,), program, bound = steady.write_down(plan, lambda: call.run(*operands), operands, single=True)
+    written = steady.write_down(plan, lambda: call.run(*operands), operands, single=True)
+    if written is None:
+        return call.run(*operands)[0]  # type: ignore[no-any-return]
+    (y,), program, bound = written
     if program is not None:
         steady.add(plan, table, program, bound, operands)
     return y  # type: ignore[return-value]

@@ -69,6 +69,10 @@ class Plan:
         and biases need gradients."""
         return min(save, OPERATIONS[self.op].keeps(needs))  # type: ignore[no-any-return]
 
+    def capturing(self) -> bool:
+        """Whether a CUDA graph is being captured on the current stream."""
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
     def choose(self, name: str, op: str, N: int, K: int, tma: bool = True) -> None:
         """Calculate the settings of one kernel."""
         tma = tma and self.aligned

@@ -36,10 +36,14 @@ graph_is_kept = torch._C._autograd._get_current_graph_task_keep_graph  # True, t
 
 
 def unseen() -> bool:
-    """Whether what is saved now goes through no hooks (offloading, checkpointing), which may hold on to it."""
+    """Whether what is saved now goes through no hooks (offloading, checkpointing), which may hold on to it.
+
+    Hooks that a node's ``_raw_saved_tensors`` are given later are not seen.
+    """
     return _hooks(True) is None
 
 
 def mark_spent(tensor: Tensor) -> None:
-    """Let autograd refuse a tensor that was saved, should another backward ask for it."""
+    """Let autograd refuse a tensor that was saved, should another backward ask for it: one that is run again after it
+    failed, or of somebody who took it from ``grad_fn.saved_tensors``."""
     torch.autograd.graph.increment_version(tensor)

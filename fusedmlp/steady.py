@@ -154,18 +154,18 @@ def add(plan: Plan, table: Any, value: Any, bound: bool, operands: Sequence[Tens
 
 def write_down(
     plan: Plan, run: Callable[[], Sequence[Tensor | None]], inputs: Sequence[Tensor | None], single: bool = False
-) -> tuple[Sequence[Tensor | None], Any, bool]:
-    """``(what run returned, program of it or None, whether that is bound to the stream)``.
+) -> tuple[Sequence[Tensor | None], Any, bool] | None:
+    """``(what run returned, program of it or None, whether that is bound to the stream)``; None where memory ran out: a
+    record holds all that is made to its end, and without one there may be room enough.
 
     The program takes ``inputs`` and returns what run returned as a tuple; ``single``: the only one, alone.
     """
     record, outputs = Record(inputs), None
     with suppress(torch.OutOfMemoryError), record:
         outputs = run()
-    if outputs is None:  # a record holds all that is made to its end: without one there may be room enough
-        del record
+    if outputs is None:
         plan.attempts = MAX_ATTEMPTS
-        return run(), None, False
+        return None
     program = _build(plan, record, outputs, len(inputs), single)
     if program is None:
         plan.attempts += 1

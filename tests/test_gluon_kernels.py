@@ -161,6 +161,22 @@ def test_glu_backward_with_biases(shape, bias_grad, down_bias_grad):
     assert not counters.any()  # as they were found, for the next launch
 
 
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_an_infinite_weight_spoils_no_sum_of_a_bias(shape):
+    """All is positive: in the padding 0 * inf would make NaN of sums that are infinite."""
+    M, H, K, _ = shape
+    case = Backward(M, H, K, ACTIVATIONS["silu"])
+    for t in (case.gy, case.down, case.kept):
+        t.abs_()
+    case.down[2, 3] = torch.inf
+    bands = -(-M // BLOCK) * 2
+    grads = poisoned(H), poisoned(H)
+    pointers = (case.gy, poisoned(bands, H), poisoned(bands, H), None, *grads, None, torch.zeros(2, dtype=torch.int32))
+    case.launch(1, (8, 8), pointers, (2, 3, 2, "silu", False, True, True, False, False))
+    for found in grads:
+        assert found.isposinf().nonzero().tolist() == [[3]] and not found.isnan().any()
+
+
 @pytest.mark.parametrize("name", sorted(ACTIVATIONS))
 def test_formulas_for_16_bits(name):
     """What kernels compute with results of 16 bits, by exact instructions: the value and the derivative. Where the

@@ -51,10 +51,33 @@ def test_a_layer_alone_neither_waits_nor_is_waited_for():
 
 
 def test_nothing_waits_for_the_first_layer_where_cublas_follows():
-    (launch,) = [n for n in recorded("mlp", tokens=64) if n.named_constants["ACT"] != "identity"]
-    assert starts(launch) == (True, False, False)
     x, fc1, fc2 = operand(8, D), operand(H, D), operand(D, H)
-    with pretended(DEVICES["nvidia-h200"]) as launches, settings.override("linear_act", family="small"):
-        with settings.override("down", family="pair"):
-            functional.mlp(x, fc1, fc2)
+    first, last = settings.override("linear_act", family="small"), settings.override("down", family="pair")
+    with pretended(DEVICES["nvidia-h200"]) as launches, first, last:
+        functional.mlp(x, fc1, fc2)
     assert [starts(launch) for launch in launches] == [(False, False, False)]
+
+
+@pytest.mark.parametrize("biases", [False, True])
+@pytest.mark.parametrize("op, keep", [("glu_mlp", False), ("glu_mlp", True), ("mlp", False)])
+def test_the_backward(op, keep, biases):
+    """One launch to the hidden layer, which sums the biases' gradients, and of gated MLPs one for dX."""
+    b, b_out = (operand(H), operand(D)) if biases else (None, None)
+    x, gate, up, down = operand(8, D), operand(H, D), operand(H, D), operand(D, H)
+    with pretended(DEVICES["nvidia-h200"]) as launches, settings.override(family="small"):
+        if op == "glu_mlp":
+            y = functional.glu_mlp(x, gate, up, down, b, b, b_out, "gelu", keep_activation=keep)
+        else:
+            y = functional.mlp(x, gate, down, b, b_out, "gelu")
+        forward = len(launches)
+        y.backward(torch.empty_like(y))
+    hidden, *rest = launches[forward:]
+    assert hidden.name == "hidden_backward_small"
+    names = ("GATED", "STORE_H", "BIAS_GRAD", "OUT_BIAS_GRAD", "SAVES_OUTPUT")
+    gated = op == "glu_mlp"
+    assert [hidden.named_constants[n] for n in names] == [gated, not keep, biases, biases, False]
+    assert hidden.grid == H // 64 + (D // 128 if biases else 0)
+    assert [launch.name for launch in rest] == (["dual_dgrad_small"] if gated else [])
+    for launch in rest:
+        splits = launch.named_constants["SPLITS"]
+        assert splits > 1 and launch.grid == splits * (D // 64)

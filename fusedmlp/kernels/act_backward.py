@@ -200,6 +200,7 @@ def act_backward_pointer(
         at = rows[:, None].to(tl.int64) * N + columns[None, :]
         saved = tl.load(saved_ptr + at, mask=mask, other=0.0).to(tl.float32)
         dpre, a = grad_through(round_as_stored(acc, DTYPE), saved, ACT, SAVES_OUTPUT, FAST_MATH)
+        tl.debug_barrier()  # saved is read: its memory may be that of dpre
         tl.store(dpre_ptr + at, dpre.to(DTYPE), mask=mask)
         if STORE_A:
             tl.store(a_ptr + at, a.to(DTYPE), mask=mask)

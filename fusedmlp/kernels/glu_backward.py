@@ -235,6 +235,7 @@ def glu_backward_pointer(
         gate = tl.load(gate_up_ptr + at, mask=mask, other=0.0).to(tl.float32)
         up = tl.load(gate_up_ptr + at + H, mask=mask, other=0.0).to(tl.float32)
         dgate, dup, h = gated_grads(acc, gate, up, ACT, FAST_MATH, DTYPE)
+        tl.debug_barrier()  # gate and up are read: their memory may be that of dgate and dup
         tl.store(dgate_up_ptr + at, dgate.to(DTYPE), mask=mask)
         tl.store(dgate_up_ptr + at + H, dup.to(DTYPE), mask=mask)
         if STORE_H:

@@ -59,6 +59,7 @@ def act_grad(
             gy = tl.load(gy_at, mask=mask, other=0.0).to(tl.float32)
             saved = tl.load(saved_ptr + at, mask=mask, other=0.0).to(tl.float32)
             dpre, a = grad_through(gy, saved, ACT, SAVES_OUTPUT, FAST_MATH)
+            tl.debug_barrier()  # gy and saved are read: their memory may be that of dpre and a
             tl.store(dpre_ptr + at, dpre.to(dpre_ptr.dtype.element_ty), mask=mask)
             if STORE_A:
                 tl.store(a_ptr + at, a.to(a_ptr.dtype.element_ty), mask=mask)
@@ -138,6 +139,7 @@ def glu_act_backward(
             a = round_as_stored(a, DTYPE)
             dgate = times_derivative(round_as_stored(dh * up, DTYPE), d, ACT)
             dup = dh * a
+            tl.debug_barrier()  # dh, gate and up are read: their memory may be that of h, dgate and dup
             tl.store(dgate_up_ptr + at, dgate.to(DTYPE), mask=mask)
             tl.store(dgate_up_ptr + at + H, dup.to(DTYPE), mask=mask)
             if STORE_H:

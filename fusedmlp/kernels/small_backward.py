@@ -69,11 +69,13 @@ def hidden_backward_small(
             if GATED:
                 up = tl.load(saved_ptr + at + N, mask=mask, other=0.0).to(tl.float32)
                 grad, dup, h = gated_grads(acc, saved, up, ACT, FAST_MATH, DTYPE)
+                tl.debug_barrier()  # gate and up are read: their memory may be that of dgate and dup
                 tl.store(grad_ptr + at + N, dup.to(DTYPE), mask=mask)
                 if BIAS_GRAD:  # rows past M hold 0 * W, NaN where W is infinite
                     up_total += tl.sum(tl.where(mask, dup, 0.0), axis=1)
             else:
                 grad, h = grad_through(round_as_stored(acc, DTYPE), saved, ACT, SAVES_OUTPUT, FAST_MATH)
+                tl.debug_barrier()
             tl.store(grad_ptr + at, grad.to(DTYPE), mask=mask)
             if STORE_H:
                 tl.store(h_ptr + tokens[None, :].to(tl.int64) * N + features[:, None], h.to(DTYPE), mask=mask)

@@ -12,7 +12,7 @@ from fusedmlp import settings
 
 pytestmark = pytest.mark.gpu
 
-FAMILIES = [None, "pointer", "tma", "pair", "gluon"]
+FAMILIES = [None, "pointer", "tma", "pair", "gluon", "small"]
 
 
 def forced(family):

@@ -276,8 +276,7 @@ def test_memory_for_the_call_but_not_for_its_record():
 
         x = operands(0)
         plan = plans.find("mlp", GELU, x[0], x[1:3], x[3:])
-        outputs, program, _ = steady.write_down(plan, run, x)
-        assert outputs[0].tolist() == [1, 1, 1] and program is None and len(failed) == 1
+        assert steady.write_down(plan, run, x) is None and len(failed) == 1
         assert not steady.ripe(plan, "forward") and not steady.ripe(plan, "forward") and not made.programs
 
 

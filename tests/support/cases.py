@@ -46,7 +46,7 @@ class Case:
     def suits(self, family: str) -> bool:
         """Whether kernels of a forced family serve it, rather than those that take their place elsewhere."""
         if family == "small":
-            return self.op != "relu_mlp" and 0 < math.prod(self.lead) <= 64
+            return 0 < math.prod(self.lead) <= 64
         return family != "gluon" or self.dtype != torch.float32
 
     @property

@@ -238,6 +238,26 @@ class FaultSuite:
         assert_matches(op, y, eager, exact)
         assert torch.isfinite(y[[i for i in range(37) if i not in (3, 20, 30)]]).all()
 
+    @pytest.mark.parametrize("op", ["glu_mlp", "mlp", "relu_mlp"])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+    @pytest.mark.parametrize("rows", [5, 37, 150])
+    def test_an_infinite_weight_spoils_no_sum_of_a_bias(self, device, op, dtype, rows):
+        """All is positive, so that eager's sums are infinite; 0 * inf in the padding of a tile would make them NaN."""
+        leaves = {"x": torch.rand(rows, SMALL[op][0])}
+        leaves |= {n: torch.rand(t.shape) * t.shape[-1] ** -0.5 for n, t in parameters(op, dtype, device).items()}
+        leaves[[n for n in leaves if n.endswith("_weight")][-1]][2, 3] = torch.inf
+        leaves = {n: (t + 0.1 * t.shape[-1] ** -0.5).to(device, dtype).requires_grad_() for n, t in leaves.items()}
+
+        def gradients(call):
+            y = call(leaves, activation_of(op))
+            return torch.autograd.grad(y, list(leaves.values()), torch.ones_like(y))
+
+        ours, eager = gradients(OPERATIONS[op].fused), gradients(OPERATIONS[op].plain)
+        assert any(g.dim() == 1 and g.isposinf().any() for g in eager)
+        for name, a, b in zip(leaves, ours, eager, strict=True):
+            assert not b.isnan().any() and torch.equal(a.isposinf(), b.isposinf()), name
+            assert not a.isnan().any(), name
+
     @pytest.mark.parametrize("gated", [True, False])
     def test_gelu_variants_are_told_apart(self, device, gated):
         """Each name gives its own function and slope to 2e-6; the GELUs differ by 4.73e-4 at |x| = 2.70."""

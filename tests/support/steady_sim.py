@@ -106,6 +106,7 @@ class Table:
     """``_launcher.Table``, whose keys here are the layouts, which gradients are needed, and the order of a pair."""
 
     made: list[Table] = []
+    capturing = False  # what is bound does not serve then
 
     def __init__(self, pair: int) -> None:
         self.pair, self.entries, self.hits = pair, {}, 0
@@ -129,14 +130,14 @@ class Table:
             return None
         if any(t is not None and torch._C._functorch.is_legacy_batchedtensor(t) for t in operands):
             return None
-        value = self.entries.get(self._key(operands))
-        if value is None:
+        value, bound = self.entries.get(self._key(operands), (None, False))
+        if value is None or (bound and Table.capturing):
             return None
         self.hits += 1
         return value.run(*operands) if isinstance(value, Program) else value(*operands)
 
     def add(self, value: Any, bound: bool, *operands: Tensor | None) -> bool:
-        self.entries[self._key(operands)] = value
+        self.entries[self._key(operands)] = value, bound
         return True
 
     def clear(self) -> None:

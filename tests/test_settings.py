@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import statistics
 import sys
 from importlib.resources import files
 from pathlib import Path
@@ -60,10 +61,14 @@ def test_kernels_for_small_batches_serve_no_more_tokens_than_a_row_says():
 
 
 def test_programs_that_share_a_sum_are_about_a_wave():
-    wanted = {768: 8, 1024: 8, 2048: 4, 2304: 4, 2560: 4, 3072: 3, 4096: 2, 5120: 2, 8192: 1}
+    """Of narrow layers tiles are half as wide; each program has three steps at least; many tokens need fewer."""
+    wanted = {384: (32, 4), 768: (32, 4), 1024: (64, 8), 2048: (64, 4), 2304: (64, 4), 3072: (64, 3), 8192: (64, 1)}
+    many = {384: (64, 4), 576: (64, 2), 768: (64, 2), 1024: (64, 2)}
     with on(UNKNOWN):
-        found = {N: calculate_settings("down", 16, N, 4 * N, torch.bfloat16, "cuda").parts for N in wanted}
-    assert found == wanted
+        for M, shares in ((16, wanted), (256, many)):
+            for N, (block_n, parts) in shares.items():
+                found = calculate_settings("down", M, N, 4 * N, torch.bfloat16, "cuda")
+                assert (found.family, found.block_n, found.parts) == ("small", block_n, parts), (M, N)
 
 
 def test_override_of_one_op_leaves_the_others_alone():
@@ -263,12 +268,16 @@ def test_shipped_tables_parse(name):
 
 
 def test_the_heuristic_stays_near_the_measured_best():
-    """Of the candidates that the sweep timed on an H200, the heuristic's is within 8 % of the best at the median."""
+    """Of what the sweeps timed on an H200, its choice is within 8 % of the best at the median, within 4 % by the mean
+    of each kernel, and nowhere 30 % behind."""
     found = distances(sorted((ROOT / "bench/results/h200").glob("sweep*.json")))
     shapes = len(found.found) + len(found.unmeasured) + len(found.unswept)
     assert len(found.unswept) < 0.15 * shapes
     assert len(found.found) > 0.9 * (shapes - len(found.unswept))
     assert found.median < 1.08
+    assert max(d.ratio for d in found.found) < 1.3
+    for op in {d.op for d in found.found}:
+        assert statistics.geometric_mean(d.ratio for d in found.found if d.op == op) < 1.04, op
 
 
 def test_slugs():

@@ -21,7 +21,7 @@ def tma_dtype(dtype: torch.dtype) -> bool:
 # than eager does.
 _PAIR_FROM = {"glu_backward": 3e10}
 # Tiles of 128 x 128 that keep the warp-specialised kernels' programs busy: two warpgroups each, on 132 multiprocessors.
-_GLUON_FROM = {"glu": 64, "glu_backward": 130, "linear_act": 130, "act_backward": 130}
+_GLUON_FROM = {"glu": 64, "glu_backward": 128, "linear_act": 130, "act_backward": 128}
 _GLUON_TOKENS = {"glu": 256, "glu_backward": 64, "linear_act": 256, "act_backward": 64}  # more than
 _GROUPED_WEIGHT = 1024 * 4096  # (N K) from this size on weights are wide
 # Tokens up to which the three products after the backward to a hidden layer share a launch (whole steps of
@@ -37,7 +37,7 @@ _GROUPED_LOW_TILES = 30
 _GROUPED_WEIGHTS_UP_TO = 512
 _GROUPED_MEASURED_UP_TO = 8192  # tokens; at this many 1.5 to 4.5 % are left of what it saves
 # For few tokens cuBLAS reads weights of this size (N K) so much faster that it makes up for a launch more.
-_STREAMED_BY_CUBLAS = 7e7
+_STREAMED_BY_CUBLAS = {"linear_act": 1.6e7, "glu_backward": 5.5e7, "act_backward": 5.5e7}
 # Whose kernels for small batches may share a sum among programs.
 _SPLIT = ("linear_act", "down", "dual_dgrad")
 # Tokens up to which the kernels for small batches serve an operation in 16 bits.
@@ -61,6 +61,9 @@ def family(op: str, M: int, N: int, K: int, dtype: torch.dtype, tma: bool, gluon
         return "pair"
     if gluon and M > _GLUON_TOKENS[op] and _tiles(M, N, 128, 128) >= _GLUON_FROM[op]:
         return "gluon"
+    streamed = M <= 32 and N * K >= _STREAMED_BY_CUBLAS.get(op, float("inf"))
+    if gluon and "backward" in op and M <= 64 and N >= 8192 and not streamed:
+        return "gluon"
     if info.slug == "interpreter":
         return "tma" if tma else "pointer"
     if dtype == torch.float32:
@@ -71,7 +74,7 @@ def family(op: str, M: int, N: int, K: int, dtype: torch.dtype, tma: bool, gluon
         return "pair"
     if op == "dual_dgrad" and N > 1024 and (M <= 32 or M > 256):
         return "pair"  # cuBLAS has tiles for such widths that a power of two has not, and splits sums where M is small
-    if op in ("linear_act", "glu_backward", "act_backward") and M <= 32 and N * K >= _STREAMED_BY_CUBLAS:
+    if streamed:
         return "pair"
     return "tma" if tma else "pointer"
 
@@ -96,7 +99,7 @@ def settings(
     if family == "pointer":
         return _pointer(op, M, N, dtype, aligned)
     if family == "small":
-        return _small(op, M, N, dtype, info, aligned)
+        return _small(op, M, N, K, dtype, info, aligned)
     found = _TMA[op](M, N, K)
     found = _in_tensor_memory(op, found) if info.capability >= (10, 0) else found
     return _beside_the_epilogue(op, found, info) if triton_version() < (3, 6) else found
@@ -141,21 +144,33 @@ def _pointer(op: str, M: int, N: int, dtype: torch.dtype, aligned: bool) -> Sett
     return Settings("pointer", 128, 128 if aligned else 64, 32, warps=8, stages=3)
 
 
-def _small(op: str, M: int, N: int, dtype: torch.dtype, info: DeviceInfo, aligned: bool) -> Settings:
+def _small(op: str, M: int, N: int, K: int, dtype: torch.dtype, info: DeviceInfo, aligned: bool) -> Settings:
     """Weight tiles that bring about 32 KiB under way a multiprocessor, which hides the latency of memory."""
     m = 16 if M <= 16 else 32 if M <= 32 else 64
     n, k, stages = (64, 64, 5) if op == "glu" else (64, 128, 4)
+    if op == "down" and _tiles(M, N, m, 64) < 13:
+        n = 32
     if dtype == torch.float32 or not aligned:
         n, k = 32, 32  # each operand, or each address, in registers of its own
     weights = 2 if op == "glu" else 1  # in a stage
     stage = (weights * n + m) * k * dtype.itemsize
     stages = max(2, min(stages, (info.shared - 4096) // stage))  # less on GPUs whose blocks have 99 KiB
     parts = 1
-    if op in _SPLIT:  # up to a wave and a quarter of programs: 144 and 160 on 132 multiprocessors are faster than 72
-        tiles = _tiles(M, N, m, n)
-        parts = max(parts for parts in (1, 2, 3, 4, 6, 8) if parts == 1 or parts * tiles <= 1.25 * info.sms)
+    if op in _SPLIT:
+        parts = _splits(M, _tiles(M, N, m, n), K, info.sms)
     warps = 8 if m > 32 and "backward" in op else 4  # else its epilogue would not fit into registers
     return Settings("small", m, n, k, parts=parts, warps=warps, stages=stages)
+
+
+def _splits(M: int, tiles: int, K: int, sms: int) -> int:
+    """Programs that share a sum, of at least three steps each: up to a wave of them, and for up to four a quarter more
+    where tokens are few (144 and 160 on 132 multiprocessors are faster than 72)."""
+    fit = [1]
+    for parts in (2, 3, 4, 6, 8):
+        wave = 1.25 if parts <= 4 and M <= 64 else 1.0
+        if parts * tiles <= wave * sms and 384 * parts <= K and (parts != 3 or M <= 64):
+            fit.append(parts)
+    return fit[-1]
 
 
 def _gluon(op: str, M: int, N: int, K: int) -> Settings:
@@ -168,9 +183,9 @@ def _gluon(op: str, M: int, N: int, K: int) -> Settings:
     if op == "linear_act":
         return Settings("gluon", 64 if tiles < 250 else 128, 128, 64, parts=2, warps=4, stages=6)
     if op in ("glu_backward", "act_backward"):
-        small = tiles < 200 and M > 256
-        parts = 2 if small and op == "act_backward" else 4
-        return Settings("gluon", 64 if small else 128, 128, 64, parts=parts, warps=4, stages=4)
+        low = M <= 64 or (150 <= tiles < 200 and M > 256)
+        parts = 2 if M <= 64 or (tiles < 200 and op == "act_backward") else 4
+        return Settings("gluon", 64 if low else 128, 128, 64, parts=parts, warps=4, stages=4)
     return Settings("gluon", 64 if tiles < 128 else 128, 64, 64, warps=4, stages=6)
 
 
@@ -182,11 +197,20 @@ def _tiles(M: int, N: int, m: int, n: int) -> int:
     return -(-M // m) * -(-N // n)
 
 
+def _narrow(M: int, N: int) -> bool:
+    """Whether tiles of 64 x 32 are few enough to be resident two at a time, and do not read x too often."""
+    return _tiles(M, N, 64, 32) <= 264 and (M > 64 or N <= 2048)
+
+
 def _linear_act(M: int, N: int, K: int) -> Settings:
+    if M <= 256 and N < 8192:
+        return _tma(64, 32, 128, ctas=2) if _narrow(M, N) else _tma(64, 64, 128, stages=3, ctas=2)
     if M <= 256:
-        return _tma(64, 128, 64, ctas=2) if N >= 8192 else _tma(64, 64, 128, stages=3, ctas=2)
+        if M <= 64 or 12288 <= N < 20480:
+            return _tma(64, 128, 64, ctas=2)
+        return _tma(64, 64, 64, ctas=3) if N < 12288 else _tma(128, 128, 64, parts=2, stages=3, ctas=2)
     if _tiles(M, N, 128, 128) < 200:
-        return _tma(64, 64, 64, ctas=3)
+        return _tma(64, 64, 64, ctas=3) if _tiles(M, N, 64, 64) <= 396 else _tma(64, 128, 64, ctas=2)
     if K >= 2048 and _tiles(M, N, 128, 256) >= 400:
         return _tma(128, 256, 64, parts=2, warps=8)
     return _tma(128, 128, 64, parts=2, stages=3, ctas=2)
@@ -196,7 +220,13 @@ def _glu(M: int, N: int, K: int) -> Settings:
     if M <= 64 and N >= 8192:
         return _tma(64, 128, 64, warps=8)
     if M <= 256:
-        return _tma(128, 64, 64, stages=3, ctas=2) if N >= 8192 else _tma(64, 64, 128)
+        if _tiles(M, N, 64, 32) <= 132:
+            return _tma(64, 32, 128, ctas=2)
+        if _tiles(M, N, 64, 64) <= 132:
+            return _tma(64, 64, 128)
+        if N < 8192 or _tiles(M, N, 64, 64) <= 264:
+            return _tma(64, 64, 64, ctas=2)
+        return _tma(128, 64, 64, stages=3, ctas=2)
     if _tiles(M, N, 128, 64) < 500:
         return _tma(64, 64, 64, ctas=2)
     if K < 2048:
@@ -205,8 +235,11 @@ def _glu(M: int, N: int, K: int) -> Settings:
 
 
 def _glu_backward(M: int, N: int, K: int) -> Settings:
+    if M <= 256 and N < 8192:
+        return _tma(64, 32, 128, ctas=2) if _narrow(M, N) else _tma(64, 64, 128, stages=3, ctas=2)
     if M <= 256:
-        return _tma(64, 128, 64, parts=2, ctas=2) if N >= 8192 else _tma(64, 64, 128, stages=3, ctas=2)
+        wide = M <= 64 or N >= 12288
+        return _tma(64, 128, 64, parts=2, ctas=2) if wide else _tma(64, 64, 64, parts=2, ctas=3)
     if K < 512 or _tiles(M, N, 128, 64) < 450:
         return _tma(64, 64, 64, parts=2, ctas=3)
     if K < 2048:
@@ -215,11 +248,13 @@ def _glu_backward(M: int, N: int, K: int) -> Settings:
 
 
 def _act_backward(M: int, N: int, K: int) -> Settings:
-    if M <= 256 and N < 8192:
+    if M <= 256 and N < 8192 and _tiles(M, N, 64, 32) <= 264:
         return _tma(64, 32, 128, ctas=2)
     if M <= 64:
-        return _tma(64, 64, 64, ctas=3)
-    if K >= 2048 and M > 256:
+        return _tma(64, 128, 64, parts=2, ctas=2) if N >= 8192 else _tma(64, 64, 64, ctas=3)
+    if _tiles(M, N, 64, 64) <= 264:
+        return _tma(64, 64, 128, stages=3, ctas=2)
+    if K >= 2048 and M > 256 and _tiles(M, N, 128, 128) >= 130:
         return _tma(128, 128, 64, parts=2, warps=8)
     return _tma(128, 64, 64, parts=2, ctas=2)
 
@@ -232,7 +267,7 @@ def _dual_dgrad(M: int, N: int, K: int) -> Settings:
     if N >= 1536:
         return _tma(128, 256, 64, parts=2, warps=8)
     tiles = _tiles(M, N, 64, 128)
-    if tiles < 64:
+    if tiles <= 64:
         return _tma(64, 64, 128, stages=6)
     return _tma(64, 128, 128) if tiles < 130 else _tma(128, 128, 128, parts=2, warps=8, stages=3)
 

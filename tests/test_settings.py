@@ -62,7 +62,10 @@ def test_kernels_for_small_batches_serve_no_more_tokens_than_a_row_says():
 
 def test_programs_that_share_a_sum_are_about_a_wave():
     """Of narrow layers tiles are half as wide; each program has three steps at least; many tokens need fewer."""
-    wanted = {384: (32, 4), 768: (32, 4), 1024: (64, 8), 2048: (64, 4), 2304: (64, 4), 3072: (64, 3), 8192: (64, 1)}
+    wanted = {384: (32, 4), 768: (32, 4), 1024: (64, 8)}
+    wanted |= {
+        N: (64, parts) for N, parts in ((2048, 4), (2304, 4), (2560, 4), (3072, 3), (4096, 2), (5120, 2), (8192, 1))
+    }
     many = {384: (64, 4), 576: (64, 2), 768: (64, 2), 1024: (64, 2)}
     with on(UNKNOWN):
         for M, shares in ((16, wanted), (256, many)):

@@ -50,19 +50,12 @@ def hidden_backward_small(
         DTYPE: tl.constexpr = gy_ptr.dtype.element_ty
         WIDTH: tl.constexpr = 2 if GATED else 1  # values that saved and grad have of a hidden one
         features = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-        inner = tl.arange(0, BLOCK_K)
         total = tl.zeros((BLOCK_N,), tl.float32)
         up_total = tl.zeros((BLOCK_N,), tl.float32)
         for m in range(0, M, BLOCK_M):
             tokens = m + tl.arange(0, BLOCK_M)
-            gy_at = gy_ptr + tokens[None, :].to(tl.int64) * K + inner[:, None]
-            w_at = w_ptr + inner[None, :].to(tl.int64) * w_stride + features[:, None]
             acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-            for k in range(0, K, BLOCK_K):
-                w = tl.load(w_at, mask=(features[:, None] < N) & (inner[None, :] < K - k), other=0.0)
-                gy = tl.load(gy_at + k, mask=(tokens[None, :] < M) & (inner[:, None] < K - k), other=0.0)
-                acc = dot(w, gy, acc, PRECISION)
-                w_at += tl.cast(BLOCK_K, tl.int64) * w_stride
+            acc = _across(acc, gy_ptr, K, w_ptr, w_stride, tokens, features, 0, K, M, N, K, BLOCK_K, PRECISION)
             mask = (tokens[None, :] < M) & (features[:, None] < N)
             at = tokens[None, :].to(tl.int64) * (WIDTH * N) + features[:, None]
             saved = tl.load(saved_ptr + at, mask=mask, other=0.0).to(tl.float32)
@@ -130,21 +123,22 @@ def dual_dgrad_small(
     last = tl.minimum(K, first + share)
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     # fmt: off
-    acc = _dgrad_part(acc, dgate_up_ptr, wg_ptr, wg_stride, tokens, features, first, last, M, N, K,
-                      BLOCK_K, PRECISION)
-    acc = _dgrad_part(acc, dgate_up_ptr + K, wu_ptr, wu_stride, tokens, features, first, last, M, N, K,
-                      BLOCK_K, PRECISION)
+    acc = _across(acc, dgate_up_ptr, 2 * K, wg_ptr, wg_stride, tokens, features, first, last, M, N, K,
+                  BLOCK_K, PRECISION)
+    acc = _across(acc, dgate_up_ptr + K, 2 * K, wu_ptr, wu_stride, tokens, features, first, last, M, N, K,
+                  BLOCK_K, PRECISION)
     at = tokens[None, :].to(tl.int64) * N + features[:, None]
     mask = (tokens[None, :] < M) & (features[:, None] < N)
     share_sum(acc, partial_ptr, counter_ptr, dx_ptr, dx_ptr, dx_ptr, split, tile, features, at, mask, M, N,
-               BLOCK_M, BLOCK_N, SPLITS, "identity", False, False, False)
+              SPLITS, "identity", False, False, False)
     # fmt: on
 
 
 @triton.jit
-def _dgrad_part(
+def _across(
     acc,
-    grad_ptr,
+    x_ptr,
+    x_stride,
     w_ptr,
     w_stride,
     tokens,
@@ -157,13 +151,13 @@ def _dgrad_part(
     BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """``acc + W^T dH^T`` of the rows of W from ``first`` to ``last``; the rows of dH are 2K apart."""
+    """``acc + W^T x^T`` over the rows of W [K, N], and columns of x, from ``first`` to ``last``."""
     inner = tl.arange(0, BLOCK_K)
-    grad_at = grad_ptr + tokens[None, :].to(tl.int64) * (2 * K) + inner[:, None]
+    x_at = x_ptr + tokens[None, :].to(tl.int64) * x_stride + inner[:, None]
     w_at = w_ptr + (first + inner[None, :]).to(tl.int64) * w_stride + features[:, None]
     for k in range(first, last, BLOCK_K):
         w = tl.load(w_at, mask=(features[:, None] < N) & (inner[None, :] < K - k), other=0.0)
-        grad = tl.load(grad_at + k, mask=(tokens[None, :] < M) & (inner[:, None] < K - k), other=0.0)
-        acc = dot(w, grad, acc, PRECISION)
+        x = tl.load(x_at + k, mask=(tokens[None, :] < M) & (inner[:, None] < K - k), other=0.0)
+        acc = dot(w, x, acc, PRECISION)
         w_at += tl.cast(BLOCK_K, tl.int64) * w_stride
     return acc

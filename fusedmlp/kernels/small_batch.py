@@ -143,7 +143,7 @@ def linear_small(
     mask = (tokens[None, :] < M) & (features[:, None] < N)
     # fmt: off
     share_sum(acc, partial_ptr, counter_ptr, b_ptr, y_ptr, pre_ptr, split, tile, features, at, mask, M, N,
-               BLOCK_M, BLOCK_N, SPLITS, ACT, HAS_BIAS, SAVE_PRE, FAST_MATH)
+              SPLITS, ACT, HAS_BIAS, SAVE_PRE, FAST_MATH)
     # fmt: on
 
 
@@ -162,8 +162,6 @@ def share_sum(
     mask,
     M,
     N,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
     SPLITS: tl.constexpr,
     ACT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -180,7 +178,7 @@ def share_sum(
         tl.debug_barrier()  # all threads' stores come before the release below
         if tl.atomic_add(counter_ptr + tile, 1, sem="acq_rel", scope="gpu") == SPLITS - 1:
             tl.debug_barrier()
-            total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+            total = tl.zeros_like(acc)
             for i in range(SPLITS):
                 total += tl.load(partial_ptr + i * size + at, mask=mask, other=0.0, cache_modifier=".cg")
             _finish(total, b_ptr, y_ptr, pre_ptr, features, at, mask, N, ACT, HAS_BIAS, SAVE_PRE, FAST_MATH)

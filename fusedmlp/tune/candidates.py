@@ -61,6 +61,17 @@ _GROUPED = (
     gluon(64, 128, 64, 2, 4, 6),
 )
 
+# Of both backwards to a hidden layer, which are one kernel for few tokens.
+_HIDDEN_BACKWARD_SMALL = (
+    small(64, 128, 4),
+    small(64, 64, 5),
+    small(64, 128, 4, warps=8),
+    small(64, 64, 5, warps=8),
+    small(32, 128, 4),
+    small(128, 64, 4, warps=8),
+    small(128, 128, 3, warps=8),
+)
+
 CANDIDATES = {
     "glu": (
         Settings("pair"),
@@ -121,13 +132,7 @@ CANDIDATES = {
     ),
     "glu_backward": (
         Settings("pair"),
-        small(64, 128, 4),
-        small(64, 64, 5),
-        small(64, 128, 4, warps=8),
-        small(64, 64, 5, warps=8),
-        small(32, 128, 4),
-        small(128, 64, 4, warps=8),
-        small(128, 128, 3, warps=8),
+        *_HIDDEN_BACKWARD_SMALL,
         gluon(128, 128, 64, 2, 4, 4),
         gluon(128, 128, 64, 4, 4, 4),
         gluon(128, 128, 64, 4, 4, 4, group=16),
@@ -203,13 +208,7 @@ CANDIDATES = {
     ),
     "act_backward": (
         Settings("pair"),
-        small(64, 128, 4),
-        small(64, 64, 5),
-        small(64, 128, 4, warps=8),
-        small(64, 64, 5, warps=8),
-        small(32, 128, 4),
-        small(128, 64, 4, warps=8),
-        small(128, 128, 3, warps=8),
+        *_HIDDEN_BACKWARD_SMALL,
         gluon(128, 128, 64, 2, 4, 4),
         gluon(128, 128, 64, 4, 4, 4),
         gluon(64, 128, 64, 2, 4, 4),

@@ -3,64 +3,38 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from dataclasses import replace
 from unittest import mock
 
 import pytest
 import torch
-from support.cases import BIASES, Case
+from support.cases import DTYPES, Case
 from support.interpreter import repair
-from support.memory import GRADIENT_LAYOUTS, LAYOUTS, WEIGHT_LAYOUTS, poisoned_memory
+from support.memory import GRADIENT_LAYOUTS, poisoned_memory
 from support.operations import ACTIVATIONS, OPERATIONS
 from support.runner import check_op
+from support.small_cases import CPU, forced_small, varied
 from triton.runtime.interpreter import InterpreterBuilder
 
 from fusedmlp import explain_plan, functional, plan, settings
 from fusedmlp.activations import resolve_activation
 from fusedmlp.launchers import small
-from fusedmlp.settings import heuristic
 
 repair()
 
-CPU = torch.device("cpu")
 TOKENS = (1, 2, 16, 17, 40, 64)
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FROZEN = ("nothing", "x", "weights", "every_second")
 
 
 @contextmanager
 def forced(**fields):
-    """The family, with fields of its settings, of the backward alone."""
-    original = heuristic._small
-    plan.clear()
-    with (
-        mock.patch.object(heuristic, "_small", lambda *args: replace(original(*args), **fields)),
-        settings.override("glu_backward", family="small"),
-        settings.override("act_backward", family="small"),
-        settings.override("dual_dgrad", family="small"),
-        settings.override("glu_grads", family="pair"),
-    ):
+    """The backward alone, and not as one launch for several products."""
+    ops = ("glu_backward", "act_backward", "dual_dgrad")
+    with settings.override("glu_grads", family="pair"), forced_small(*ops, **fields):
         yield
-    plan.clear()
 
 
-def varied(op: str, M: int, i: int, **fields) -> Case:
-    """Ragged and even widths, dtypes, biases, activations, layouts and frozen operands in turn."""
-    widths = ((31, 130, 67, 48), (96, 80, 16, 24), (257, 48, 131, 20))[i % 3][: len(OPERATIONS[op].widths)]
-    return Case(
-        op,
-        (M,),
-        widths,
-        "relu" if op == "relu_mlp" else tuple(ACTIVATIONS)[i % len(ACTIVATIONS)],
-        BIASES[i % len(BIASES)],
-        DTYPES[(i // 2) % 3],
-        LAYOUTS[i % len(LAYOUTS)],
-        WEIGHT_LAYOUTS[i % len(WEIGHT_LAYOUTS)],
-        GRADIENT_LAYOUTS[i % len(GRADIENT_LAYOUTS)],
-        FROZEN[i % len(FROZEN)],
-        seed=i,
-        **fields,
-    )
+def varied_backward(i: int) -> dict[str, str]:
+    return {"gradient_layout": GRADIENT_LAYOUTS[i % len(GRADIENT_LAYOUTS)], "frozen": FROZEN[i % len(FROZEN)]}
 
 
 @pytest.mark.parametrize("op", ["glu_mlp", "mlp", "relu_mlp"])
@@ -69,10 +43,10 @@ def varied(op: str, M: int, i: int, **fields) -> Case:
 def test_accuracy(op, M, splits):
     i = TOKENS.index(M) * 3 + splits
     with forced(parts=splits):
-        for k in (0, 7, 13):
-            check_op(varied(op, M, i + k), CPU)
+        for k in (i, i + 7, i + 13):
+            check_op(varied(op, M, k, **varied_backward(k)), CPU)
         if "recompute" in OPERATIONS[op].options:
-            check_op(varied(op, M, i + 5, recompute=True), CPU)
+            check_op(varied(op, M, i + 5, **varied_backward(i + 5), recompute=True), CPU)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

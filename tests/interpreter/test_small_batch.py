@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -11,52 +9,25 @@ import torch
 from support.cases import Case
 from support.compare import assert_matches
 from support.interpreter import repair
-from support.memory import LAYOUTS, WEIGHT_LAYOUTS, poisoned_memory
+from support.memory import poisoned_memory
 from support.operations import ACTIVATIONS, OPERATIONS
 from support.runner import check_op
+from support.small_cases import CPU, forced_small, varied
 from triton.runtime.interpreter import InterpreterBuilder
 
-from fusedmlp import explain_plan, functional, launch, launchers, plan, settings
+from fusedmlp import explain_plan, functional, launch, launchers, plan
 from fusedmlp.activations import resolve_activation
 from fusedmlp.launchers import small
-from fusedmlp.settings import heuristic
 
 repair()
 
 TOKENS = (1, 2, 3, 16, 17, 33, 64)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BIASES = ("all", "none", "first", "last")
-CPU = torch.device("cpu")
 
 
-@contextmanager
 def forced(**fields):
-    """The family, with fields of its settings alone: the backward pass has other kernels, which keep theirs."""
-    original = heuristic._small
-    plan.clear()  # plans know of nothing but the overrides
-    with (
-        mock.patch.object(heuristic, "_small", lambda *args: replace(original(*args), **fields)),
-        settings.override(family="small"),
-    ):
-        yield
-    plan.clear()
-
-
-def varied(op: str, M: int, i: int, **fields) -> Case:
-    """Ragged and even widths, dtypes, biases, activations and layouts in turn."""
-    widths = ((31, 130, 67, 48), (96, 80, 16, 24), (257, 48, 131, 20))[i % 3][: len(OPERATIONS[op].widths)]
-    return Case(
-        op,
-        (M,),
-        widths,
-        "relu" if op == "relu_mlp" else tuple(ACTIVATIONS)[i % len(ACTIVATIONS)],
-        BIASES[i % (2 if op == "linear_act" else 4)],
-        DTYPES[(i // 2) % 3],
-        LAYOUTS[i % len(LAYOUTS)],
-        WEIGHT_LAYOUTS[i % len(WEIGHT_LAYOUTS)],
-        **fields,
-        seed=i,
-    )
+    return forced_small(None, **fields)
 
 
 @pytest.mark.parametrize("op", ["glu_mlp", "mlp", "linear_act", "relu_mlp"])

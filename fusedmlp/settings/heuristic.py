@@ -38,10 +38,10 @@ _GROUPED_WEIGHTS_UP_TO = 512
 _GROUPED_MEASURED_UP_TO = 8192  # tokens; at this many 1.5 to 4.5 % are left of what it saves
 # For few tokens cuBLAS reads weights of this size (N K) so much faster that it makes up for a launch more.
 _STREAMED_BY_CUBLAS = {"linear_act": 1.6e7, "glu_backward": 5.5e7, "act_backward": 5.5e7}
-# Whose kernels for small batches may share a sum among programs.
-_SPLIT = ("linear_act", "down", "dual_dgrad")
-# Tokens up to which the kernels for small batches serve an operation in 16 bits.
-_SMALL_UP_TO = {"glu": 16, "down": 32}
+# Tokens up to which the kernels for small batches serve an operation in 16 bits: they have tiles of 16 and 32 tokens.
+_SMALL_UP_TO = 32
+# Up to 64, where TMA has tiles too, they serve dX of weights that are neither narrow nor wide (columns of dX).
+_SMALL_DX = (600, 5000)
 # And the last product of narrow layers (N K), where they are level with cuBLAS and cost the host a launch alone.
 _SMALL_DOWN_UP_TO, _SMALL_DOWN_WEIGHT = 256, 1024 * 4096
 
@@ -54,15 +54,11 @@ def family(op: str, M: int, N: int, K: int, dtype: torch.dtype, tma: bool, gluon
         return "gluon" if gluon and (few or wide) else "pair"
     if op in ("glu_grads", "mlp_grads"):
         return "gluon" if gluon and _grouped(op, M, N * K) else "pair"
-    most = _SMALL_DOWN_UP_TO if op == "down" and N * K <= _SMALL_DOWN_WEIGHT else _SMALL_UP_TO.get(op, 0)
-    if tma and M <= most and info.slug != "interpreter":
+    if tma and M <= _small_up_to(op, N, K) and info.slug != "interpreter":
         return "small"
     if op == "down":
         return "pair"
     if gluon and M > _GLUON_TOKENS[op] and _tiles(M, N, 128, 128) >= _GLUON_FROM[op]:
-        return "gluon"
-    streamed = M <= 32 and N * K >= _STREAMED_BY_CUBLAS.get(op, float("inf"))
-    if gluon and "backward" in op and M <= 64 and N >= 8192 and not streamed:
         return "gluon"
     if info.slug == "interpreter":
         return "tma" if tma else "pointer"
@@ -74,9 +70,15 @@ def family(op: str, M: int, N: int, K: int, dtype: torch.dtype, tma: bool, gluon
         return "pair"
     if op == "dual_dgrad" and N > 1024 and (M <= 32 or M > 256):
         return "pair"  # cuBLAS has tiles for such widths that a power of two has not, and splits sums where M is small
-    if streamed:
+    if M <= 32 and N * K >= _STREAMED_BY_CUBLAS.get(op, float("inf")):
         return "pair"
     return "tma" if tma else "pointer"
+
+
+def _small_up_to(op: str, N: int, K: int) -> int:
+    if op == "down" and N * K <= _SMALL_DOWN_WEIGHT:
+        return _SMALL_DOWN_UP_TO
+    return 64 if op == "dual_dgrad" and _SMALL_DX[0] < N < _SMALL_DX[1] else _SMALL_UP_TO
 
 
 def _grouped(op: str, M: int, weight: int) -> bool:
@@ -116,11 +118,9 @@ def _in_tensor_memory(op: str, found: Settings) -> Settings:
 
 def _beside_the_epilogue(op: str, found: Settings, info: DeviceInfo) -> Settings:
     """Triton 3.5 keeps what gate and up are laid out anew in beside the stages, newer ones in the place of some: with
-    four stages these tiles would take more shared memory than a block may have."""
+    four stages deep tiles would take more shared memory than a block of newer GPUs may have."""
     deep = found.block_k == 128 and info.capability >= (10, 0)
-    if op == "glu" and found.block_m == 64 and (found.block_n == 128 or deep):
-        return replace(found, stages=3)
-    return found
+    return replace(found, stages=3) if op == "glu" and found.block_m == 64 and deep else found
 
 
 def _relu_stack(dtype: torch.dtype, aligned: bool) -> Settings:
@@ -155,9 +155,11 @@ def _small(op: str, M: int, N: int, K: int, dtype: torch.dtype, info: DeviceInfo
     weights = 2 if op == "glu" else 1  # in a stage
     stage = (weights * n + m) * k * dtype.itemsize
     stages = max(2, min(stages, (info.shared - 4096) // stage))  # less on GPUs whose blocks have 99 KiB
-    parts = 1
-    if op in _SPLIT:
-        parts = _splits(M, _tiles(M, N, m, n), K, info.sms)
+    parts, tiles = 1, _tiles(M, N, m, n)
+    if op == "dual_dgrad":
+        parts = _dx_splits(M, tiles, K, info.sms)
+    elif op == "down" or (op == "linear_act" and 4 * tiles <= info.sms and K >= 1024):
+        parts = _splits(M, tiles, K, info.sms)
     warps = 8 if m > 32 and "backward" in op else 4  # else its epilogue would not fit into registers
     return Settings("small", m, n, k, parts=parts, warps=warps, stages=stages)
 
@@ -171,6 +173,15 @@ def _splits(M: int, tiles: int, K: int, sms: int) -> int:
         if parts * tiles <= wave * sms and 384 * parts <= K and (parts != 3 or M <= 64):
             fit.append(parts)
     return fit[-1]
+
+
+def _dx_splits(M: int, tiles: int, K: int, sms: int) -> int:
+    """Two sums, of twice the length. Up to 16 tokens two programs a multiprocessor keep more of the weights under way,
+    unless some get one and others two; of more tokens a wave of them, two where a wave is not full before."""
+    fit = [parts for parts in (2, 3, 4, 6, 8) if 192 * parts <= K]
+    wave = [parts for parts in fit if parts * tiles <= sms]
+    two = [parts for parts in fit if 1.35 * sms < parts * tiles <= 2 * sms]
+    return max(wave + two if M <= 16 else wave or two, default=1)
 
 
 def _gluon(op: str, M: int, N: int, K: int) -> Settings:
@@ -197,14 +208,17 @@ def _tiles(M: int, N: int, m: int, n: int) -> int:
     return -(-M // m) * -(-N // n)
 
 
-def _narrow(M: int, N: int) -> bool:
-    """Whether tiles of 64 x 32 are few enough to be resident two at a time, and do not read x too often."""
-    return _tiles(M, N, 64, 32) <= 264 and (M > 64 or N <= 2048)
+def _few(M: int, N: int) -> Settings | None:
+    """Tiles for up to 256 tokens, of one weight that is neither read too often nor too wide: those of 64 x 32 are
+    resident two at a time."""
+    if M <= 256 and _tiles(M, N, 64, 32) <= 264 and N <= 8448:
+        return _tma(64, 32, 128, ctas=2)
+    return _tma(64, 64, 128, stages=3, ctas=2) if N < (20480 if M <= 64 else 8192) and M <= 256 else None
 
 
 def _linear_act(M: int, N: int, K: int) -> Settings:
-    if M <= 256 and N < 8192:
-        return _tma(64, 32, 128, ctas=2) if _narrow(M, N) else _tma(64, 64, 128, stages=3, ctas=2)
+    if few := _few(M, N):
+        return few
     if M <= 256:
         if M <= 64 or 12288 <= N < 20480:
             return _tma(64, 128, 64, ctas=2)
@@ -217,8 +231,10 @@ def _linear_act(M: int, N: int, K: int) -> Settings:
 
 
 def _glu(M: int, N: int, K: int) -> Settings:
-    if M <= 64 and N >= 8192:
-        return _tma(64, 128, 64, warps=8)
+    if M <= 64:
+        if _tiles(M, N, 64, 16) <= 264:
+            return _tma(64, 16, 128, ctas=3)
+        return _tma(64, 64, 128) if _tiles(M, N, 64, 64) <= 132 else _tma(64, 64, 64, ctas=2)
     if M <= 256:
         if _tiles(M, N, 64, 32) <= 132:
             return _tma(64, 32, 128, ctas=2)
@@ -235,8 +251,8 @@ def _glu(M: int, N: int, K: int) -> Settings:
 
 
 def _glu_backward(M: int, N: int, K: int) -> Settings:
-    if M <= 256 and N < 8192:
-        return _tma(64, 32, 128, ctas=2) if _narrow(M, N) else _tma(64, 64, 128, stages=3, ctas=2)
+    if few := _few(M, N):
+        return few
     if M <= 256:
         wide = M <= 64 or N >= 12288
         return _tma(64, 128, 64, parts=2, ctas=2) if wide else _tma(64, 64, 64, parts=2, ctas=3)
@@ -248,10 +264,12 @@ def _glu_backward(M: int, N: int, K: int) -> Settings:
 
 
 def _act_backward(M: int, N: int, K: int) -> Settings:
+    if M <= 64 and (few := _few(M, N)):
+        return few
+    if M <= 64:
+        return _tma(64, 128, 64, parts=2, ctas=2)
     if M <= 256 and N < 8192 and _tiles(M, N, 64, 32) <= 264:
         return _tma(64, 32, 128, ctas=2)
-    if M <= 64:
-        return _tma(64, 128, 64, parts=2, ctas=2) if N >= 8192 else _tma(64, 64, 64, ctas=3)
     if _tiles(M, N, 64, 64) <= 264:
         return _tma(64, 64, 128, stages=3, ctas=2)
     if K >= 2048 and M > 256 and _tiles(M, N, 128, 128) >= 130:
@@ -263,7 +281,7 @@ def _dual_dgrad(M: int, N: int, K: int) -> Settings:
     if M <= 256:
         if N < 1024:
             return _tma(64, 16, 128, stages=5, ctas=2)
-        return _tma(64, 64, 128, stages=6) if N < 5120 else _tma(64, 128, 128)
+        return _tma(64, 64, 128, stages=6) if M <= 64 or N < 5120 else _tma(64, 128, 128)
     if N >= 1536:
         return _tma(128, 256, 64, parts=2, warps=8)
     tiles = _tiles(M, N, 64, 128)

@@ -102,7 +102,9 @@ def test_candidates_suit_what_they_are_for():
             others = {"pointer"} if ours else set()
             assert {c.family for c in candidates.candidates(op, M, False, False)} == {"pair"} | others | few
             found = candidates.candidates(op, M, True, True)
-            assert len(found) == len([c for c in all_of if c.family != "small" or M <= SMALL_TOKENS[op]])
+            spilling = [c for c in all_of if op in candidates.HIDDEN_BACKWARD and c.warps == 4] if M == 64 else []
+            fit = [c for c in all_of if c.family != "small" or (M <= SMALL_TOKENS[op] and c not in spilling)]
+            assert len(found) == len(fit)
             assert {c.block_m for c in found if c.family == "small"} <= {16 if M == 1 else 64}
         json_rows = [{"op": op, "dtype": "bfloat16", "precision": "", "N": 1, "K": 1, "M": i + 1} for i in range(99)]
         both = [replace(c, block_m=max(c.block_m, 16)) for c in (*all_of, *candidates.POINTER_CANDIDATES)]

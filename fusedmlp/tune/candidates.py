@@ -61,7 +61,8 @@ _GROUPED = (
     gluon(64, 128, 64, 2, 4, 6),
 )
 
-# Of both backwards to a hidden layer, which are one kernel for few tokens.
+# One kernel for few tokens. Its epilogue of 64 of them needs the registers of eight warps.
+HIDDEN_BACKWARD = ("glu_backward", "act_backward")
 _HIDDEN_BACKWARD_SMALL = (
     small(64, 128, 4),
     small(64, 64, 5),
@@ -275,8 +276,10 @@ def candidates(op: str, M: int, tma: bool, gluon: bool) -> tuple[Settings, ...]:
     padded = 16 if M <= 16 else 32 if M <= 32 else 64
     found = []
     for candidate in CANDIDATES[op]:
-        if candidate.family == "small" and M <= SMALL_TOKENS[op]:
-            found.append(replace(candidate, block_m=padded))
+        if candidate.family == "small":
+            spills = op in HIDDEN_BACKWARD and padded == 64 and candidate.warps == 4
+            if M <= SMALL_TOKENS[op] and not spills:
+                found.append(replace(candidate, block_m=padded))
         elif candidate.family in ("pair", *(["tma"] if tma else []), *(["gluon"] if tma and gluon else [])):
             found.append(candidate)
     has_pointer = not tma and op not in ("down", *GLUON_ONLY_OPS)

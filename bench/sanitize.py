@@ -94,7 +94,7 @@ CASES = (
     Case("mlp", GRADS, "gluon"),
     Case("mlp", ("hidden_forward_gluon", "hidden_backward_gluon"), "gluon", bias=False, tile=PINGPONG_WIDE),
     Case("mlp", ("act_forward", "act_grad"), "pair"),
-    Case("mlp", ("linear_small", "hidden_backward_small"), "small", tokens=FEW),
+    Case("mlp", ("linear_small", "hidden_backward_small", "dual_dgrad_small"), "small", tokens=FEW),
     Case("linear_act", ("linear_act_tma", "act_grad"), "tma"),
     Case("linear_act", ("hidden_forward_gluon",), "gluon", backward=False, tile=COOPERATIVE),
     Case("relu_mlp", ("relu_stack", "act_grad", "act_backward_pointer"), "pointer"),

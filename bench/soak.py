@@ -3,6 +3,7 @@
     python bench/soak.py                  10,000 steps by 4 threads a device, under 60 s on an H200
     python bench/soak.py --steps 2000     fewer
     python bench/soak.py --eager          eager PyTorch alone: what grows here is not the package's
+    PYTHONTRACEMALLOC=1 python bench/soak.py    says too whether Python allocated what grew
 
 A step is a forward of GeGLU (256 -> 512 or 768 -> 3072, bfloat16) with a random number of tokens from 1 to 4096, on a
 stream of the thread's own; half of them are followed by a backward. Kernels are loaded before, by fusedmlp.warmup.
@@ -27,6 +28,7 @@ import resource
 import sys
 import threading
 import time
+import tracemalloc
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -83,12 +85,15 @@ def in_use() -> int:
 @dataclass
 class Memory:
     """Bytes: of the process (resident), and allocated on each device. What a leak would show in and play of the
-    allocators would not: bytes in use of malloc, and Python's blocks."""
+    allocators would not: bytes in use of malloc, Python's blocks, and the bytes of all that Python allocated where
+    tracemalloc runs. Pieces that PyTorch's allocator of device memory keeps records of: they grow until it settles."""
 
     host: int
     devices: list[int]
     used: int = 0
     blocks: int = 0
+    traced: int = 0
+    pieces: int = 0
 
     @classmethod
     def now(cls, devices: Sequence[torch.device]) -> Memory:
@@ -98,7 +103,9 @@ class Memory:
         with contextlib.suppress(AttributeError):  # of glibc alone: what is free, but held, is no growth
             ctypes.CDLL(None).malloc_trim(0)
         resident = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-        return cls(resident, [allocated(device) for device in devices], in_use(), sys.getallocatedblocks())
+        traced = tracemalloc.get_traced_memory()[0]
+        sizes = [allocated(device) for device in devices]
+        return cls(resident, sizes, in_use(), sys.getallocatedblocks(), traced, sum(map(pieces, devices)))
 
 
 @dataclass
@@ -128,6 +135,14 @@ def wait(device: torch.device) -> None:
 
 def allocated(device: torch.device) -> int:
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def pieces(device: torch.device) -> int:
+    """Of PyTorch's reserved memory: blocks in use, and the free rests of those that were split."""
+    if device.type != "cuda":
+        return 0
+    found = torch.cuda.memory_stats(device)
+    return int(found.get("active.all.current", 0) + found.get("inactive_split.all.current", 0))
 
 
 def empty_caches(threads: int) -> list[str]:
@@ -223,6 +238,10 @@ def _growth(sizes: list[int], settled: int, half: int) -> str:
     return f"{_mib(first)} after step {settled}, {early:+.3f} MiB to step {half}, {late:+.3f} MiB to the end"
 
 
+def _counts(counts: list[int]) -> str:
+    return f"{counts[0]}, {counts[1] - counts[0]:+d} to the half, {counts[2] - counts[1]:+d} to the end"
+
+
 def soak(
     devices: Sequence[torch.device],
     steps: int,
@@ -261,10 +280,10 @@ def soak(
     hosts = [mark.host for mark in marks]
     print(f"host memory: {_growth(hosts, settled, half)}")
     print(f"  of that in use: {_growth([mark.used for mark in marks], settled, half)}")
-    counts = [mark.blocks for mark in marks]
-    print(
-        f"  Python's blocks: {counts[0]}, {counts[1] - counts[0]:+d} to the half, {counts[2] - counts[1]:+d} to the end"
-    )
+    if tracemalloc.is_tracing():
+        print(f"  of that Python's: {_growth([mark.traced for mark in marks], settled, half)}")
+    print(f"  Python's blocks: {_counts([mark.blocks for mark in marks])}")
+    print(f"  pieces of PyTorch's device memory: {_counts([mark.pieces for mark in marks])}")
     if hosts[2] - hosts[0] > MOST_HOST_GROWTH:
         faults.append(f"host memory grew by {_mib(hosts[2] - hosts[0])}, allowed: {_mib(MOST_HOST_GROWTH)}")
     if hosts[2] - hosts[1] > MOST_LATE_HOST_GROWTH:

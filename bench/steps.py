@@ -78,7 +78,14 @@ STEP: dict[str, dict[str, Plan]] = {
         "hidden ping-pong": {"act_backward": gluon(128, 128, 64, 4, 4, 4)},
         "hidden 128x128": {"act_backward": tma(128, 128, 64, 2, 8, 4, 1)},
         "hidden by cuBLAS": {"act_backward": PAIR},
-        "gradients apart": {"mlp_grads": PAIR},
+        "gradients apart": {"mlp_grads": PAIR, "mlp_weight_grads": PAIR},
+        "gradients apart, dX by cuBLAS": {"mlp_grads": PAIR, "mlp_weight_grads": PAIR, "dgrad": PAIR},
+        "gradients of weights together": {"mlp_grads": PAIR, "mlp_weight_grads": TOGETHER},
+        "gradients of weights together, dX by cuBLAS": {
+            "mlp_grads": PAIR,
+            "mlp_weight_grads": TOGETHER,
+            "dgrad": PAIR,
+        },
         "gradients together": {"mlp_grads": TOGETHER},
         "gradients together, 64 rows": {"mlp_grads": LOW},
     },
@@ -89,7 +96,7 @@ SHAPES: tuple[Shape, ...] = tuple(
     for widths in ((768, 3072), (1024, 4096), (2304, 9216), (4096, 14336))
     for tokens in (512, 1024, 2048, 8192)
 )
-SAME_KERNEL = {"mlp_grads": "glu_grads"}
+SAME_KERNEL = {"mlp_grads": "glu_grads", "mlp_weight_grads": "glu_weight_grads"}
 METRICS = ("graph_us", "graph_alone_us")
 
 

@@ -71,7 +71,7 @@ def from_results(paths: Sequence[str]) -> list[dict[str, Any]]:
     rows = []
     for (op, (M, D, H)), times in sorted(measured([Path(path) for path in paths]).items()):
         by_name = {str(c): c for c in candidates(op, M, tma=True, gluon=True)}
-        found = choose(op, M, torch.bfloat16, [(by_name[name], us) for name, us in times.items() if name in by_name])
+        found = choose(op, M, torch.bfloat16, [(c, times[name]) for name, c in by_name.items() if name in times])
         if found is not None and op not in NOT_TABLED:
             rows += table_rows(op, M, D, H, found)
     return rows

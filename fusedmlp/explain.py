@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import saving
+from .settings.types import PRODUCTS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -127,8 +128,8 @@ def _serving(plan: Plan) -> dict[str, Settings]:
             ours.pop(name, None)
         if "wgrads" in ours and ours["wgrads"].family == "pair":
             del ours["wgrads"]
-    if "down" in ours and ours["down"].family == "pair":
-        del ours["down"]  # cuBLAS alone
+    for name in [name for name in ours if plan.asked[name][0] in PRODUCTS and ours[name].family == "pair"]:
+        del ours[name]  # cuBLAS alone
     return ours
 
 
@@ -189,12 +190,13 @@ def _glu_mlp(plan: Plan, save: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
     again: tuple[str, ...] = ()
     if save == saving.INPUT:
         again = _kernel(plan, "forward", "gate and up again", ("cuBLAS gate again", "cuBLAS up again"))
-    grads = plan.settings["grads"]
-    if grads.family == "gluon":
-        return (*forward, *down), (*again, *hidden, f"dX, dWgate, dWup and dWdown [{grads}]")
-    dgrad = _kernel(plan, "dgrad", "dX over gate and up", ("cuBLAS dX of gate", "cuBLAS dX of up, added"))
-    wgrads = _kernel(plan, "wgrads", "dWgate, dWup and dWdown", ("cuBLAS dWgate and dWup", "cuBLAS dWdown"))
-    return (*forward, *down), (*again, *hidden, *dgrad, *wgrads)
+    if plan.settings["grads"].family == "gluon":
+        products = _kernel(plan, "grads", "dX, dWgate, dWup and dWdown", ())
+    else:
+        dgrad = _kernel(plan, "dgrad", "dX over gate and up", ("cuBLAS dX of gate", "cuBLAS dX of up, added"))
+        wgrads = _kernel(plan, "wgrads", "dWgate, dWup and dWdown", ("cuBLAS dWgate and dWup", "cuBLAS dWdown"))
+        products = (*dgrad, *wgrads)
+    return (*forward, *down), (*again, *hidden, *products)
 
 
 def _mlp(plan: Plan, save: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -207,7 +209,11 @@ def _mlp(plan: Plan, save: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
     )
     down = _kernel(plan, "down", "fc2", ("cuBLAS fc2",))
     again = tuple(f"again: {text}" for text in forward) if save == saving.INPUT else ()
-    products = _kernel(plan, "grads", "dX, dW1 and dW2", ("cuBLAS dX", "cuBLAS dW1", "cuBLAS dW2"))
+    if plan.settings["grads"].family == "gluon":
+        products = _kernel(plan, "grads", "dX, dW1 and dW2", ())
+    else:
+        wgrads = _kernel(plan, "wgrads", "dW1 and dW2", ("cuBLAS dW1", "cuBLAS dW2"))
+        products = (*_kernel(plan, "dgrad", "dX", ("cuBLAS dX",)), *wgrads)
     return (*forward, *down), (*again, *hidden, *products)
 
 

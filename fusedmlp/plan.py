@@ -245,7 +245,10 @@ def _choose_mlp(plan: Plan) -> None:
     plan.choose("down", "down", D_out, H)
     plan.choose("backward", "act_backward", H, D_out)
     # One descriptor for each half of the hidden layer.
-    plan.choose("grads", "mlp_grads", H, D, tma=H * plan.dtype.itemsize % 32 == 0)
+    halves = H * plan.dtype.itemsize % 32 == 0
+    plan.choose("grads", "mlp_grads", H, D, tma=halves)
+    plan.choose("wgrads", "mlp_weight_grads", H, D, tma=halves)
+    plan.choose("dgrad", "dgrad", D, H)
 
 
 def _choose_relu_mlp(plan: Plan) -> None:

@@ -234,7 +234,8 @@ def test_a_step_that_is_forced_to_group_them_makes_one_launch_of_the_three():
 def test_a_step_groups_them_by_itself_where_that_pays():
     """Launches of a backward: the hidden layer, and all products."""
     for tokens, D, H, tile in (
-        (16, 768, 3072, 64),
+        (16, 576, 1536, 64),
+        (33, 768, 3072, 64),
         (512, 768, 3072, 64),
         (1024, 768, 3072, 128),
         (256, 2304, 9216, 128),
@@ -251,6 +252,8 @@ def test_a_step_groups_them_by_itself_where_that_pays():
 def test_the_weights_gradients_share_a_launch_where_dx_is_not_wanted_or_would_keep_them_waiting():
     for tokens, D, H, frozen in (
         (512, 768, 3072, ("x",)),
+        (16, 768, 3072, ()),
+        (64, 1024, 4096, ()),
         (16, 2304, 9216, ()),
         (128, 2304, 9216, ()),
         (8192, 1024, 4096, ()),
@@ -318,7 +321,7 @@ def launched_of_two_layers(tokens=1024, D=768, H=3072, D_out=640, dtype=torch.bf
 
 @needs_gluon
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("tokens, tile", [(16, 64), (640, 64), (1024, 128), (4096, 128)])
+@pytest.mark.parametrize("tokens, tile", [(64, 64), (640, 64), (1024, 128), (4096, 128)])
 def test_two_layers_make_one_launch_of_their_products(tokens, tile, dtype):
     recorded, note = launched_of_two_layers(tokens, dtype=dtype, pad=16)
     assert len(recorded) == 2 and recorded[1].name == "glu_grads_gluon"
@@ -332,7 +335,7 @@ def test_two_layers_make_one_launch_of_their_products(tokens, tile, dtype):
 
 
 @needs_gluon
-@pytest.mark.parametrize("tokens, D, H, tile", [(64, 4096, 14336, 64), (128, 4096, 14336, 128), (128, 2304, 9216, 64)])
+@pytest.mark.parametrize("tokens, D, H, tile", [(64, 5120, 13824, 64), (128, 4096, 14336, 128), (128, 2304, 9216, 64)])
 def test_wide_layers_of_two_do_so_for_few_tokens_too(tokens, D, H, tile):
     _, note = launched_of_two_layers(tokens, D, H)
     assert note.backward[-1].startswith(f"dX, dW1 and dW2 [gluon {tile}x128x64")
@@ -340,10 +343,30 @@ def test_wide_layers_of_two_do_so_for_few_tokens_too(tokens, D, H, tile):
 
 @needs_gluon
 @pytest.mark.parametrize(
+    "case, dx",
+    [
+        ({"tokens": 16}, "dX [small 16x"),
+        ({"tokens": 64, "D": 4096, "H": 14336}, "dX [small 64x"),
+        ({"tokens": 128, "D": 8192, "H": 28672}, "cuBLAS dX"),  # few tiles of long sums
+        ({"tokens": 256, "frozen": ("x",)}, ""),
+    ],
+    ids=str,
+)
+def test_weights_of_two_layers_share_a_launch_without_dx_for_few_tokens(case, dx):
+    recorded, note = launched_of_two_layers(**case)
+    names = [entry.name for entry in recorded[1:]]
+    assert names == ["glu_grads_gluon", *(["dual_dgrad_small"] if "small" in dx else [])]
+    assert recorded[1].tiles.keys().isdisjoint((1, 3, 9))  # of dX
+    if dx:  # of a note all gradients are wanted
+        assert note.backward[-2].startswith(dx) and note.backward[-1].startswith("dW1 and dW2 [gluon 128x128x64")
+        assert "wgrads: gluon" in note.settings and ("dgrad: small" in note.settings) is ("small" in dx)
+
+
+@needs_gluon
+@pytest.mark.parametrize(
     "case",
     [
         {"tokens": 4097},
-        {"tokens": 128, "D": 8192, "H": 28672},  # a few tiles of long sums
         {"H": 3080},  # halves of no multiple of 16 bytes
         {"H": 3076},
         {"dtype": torch.float32},

@@ -16,7 +16,7 @@ import torch
 from fusedmlp import calculate_settings, settings
 from fusedmlp.settings import device, heuristic, tables
 from fusedmlp.settings.device import DeviceInfo
-from fusedmlp.settings.types import GLUON_ONLY_OPS, GLUON_OPS, OPS, SMALL_TOKENS, Settings
+from fusedmlp.settings.types import GLUON_ONLY_OPS, GLUON_OPS, OPS, PRODUCTS, SMALL_TOKENS, Settings
 
 H200 = DeviceInfo("nvidia-h200", (9, 0), 132)
 UNKNOWN = DeviceInfo("nvidia-unknown", (9, 0), 132)
@@ -100,7 +100,7 @@ def test_override_forces_single_fields_and_ends():
 
 
 @pytest.mark.usefixtures("gluon_serves")
-@pytest.mark.parametrize("op", [op for op in OPS if op != "down"])
+@pytest.mark.parametrize("op", [op for op in OPS if op not in PRODUCTS])
 @pytest.mark.parametrize("family", ["gluon", "tma", "pointer", "pair"])
 def test_a_forced_family_is_the_one_used(op, family):
     """At every size, also where the heuristic or a table would take another."""
@@ -121,7 +121,11 @@ def test_the_kernels_for_small_batches_are_forced_only_there(op):
             found = calculate_settings(op, M, 768, 3072, torch.bfloat16, "cuda")
         small = M <= SMALL_TOKENS.get(op, 0)
         other = (
-            "pair" if op in ("down", *GLUON_ONLY_OPS) else "tma" if info is H200 and op != "relu_stack" else "pointer"
+            "pair"
+            if op in (*PRODUCTS, *GLUON_ONLY_OPS)
+            else "tma"
+            if info is H200 and op != "relu_stack"
+            else "pointer"
         )
         assert (found.family, found.stages) == ("small" if small else other, 2)
         assert not small or found.block_m >= min(M, 64)
@@ -167,7 +171,7 @@ def test_products_are_grouped_where_that_is_forced_or_pays():
             assert families() == ["gluon"] * 7
             assert families(dtype=torch.float32) == families(tma=False) == ["pair"] * 7
     with on(UNKNOWN):
-        assert families() == ["gluon"] * 4 + ["pair"] * 3
+        assert families() == ["pair"] + ["gluon"] * 3 + ["pair"] * 3  # few tokens: dX has a kernel for them
         assert families(9216, 2304) == ["pair"] * 2 + ["gluon"] * 2 + ["pair"] * 3  # few tokens, wide weights
         assert families(1536, 384) == ["gluon"] * 6 + ["pair"]
         assert families(dtype=torch.float32) == families(tma=False) == ["pair"] * 7

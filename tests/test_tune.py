@@ -19,7 +19,7 @@ from support.tuning import LARGE, PAIR, SMALL, Fake, rows_of, run
 from fusedmlp import calculate_settings, settings
 from fusedmlp.settings import tables
 from fusedmlp.settings.device import DeviceInfo
-from fusedmlp.settings.types import GLUON_ONLY_OPS, GLUON_OPS, OPS, SMALL_OPS, SMALL_TOKENS, Settings
+from fusedmlp.settings.types import GLUON_ONLY_OPS, GLUON_OPS, OPS, PRODUCTS, SMALL_OPS, SMALL_TOKENS, Settings
 from fusedmlp.tune import Machine, TuneError, candidates, files, measure, progress
 from fusedmlp.tune.candidates import (
     BUSY,
@@ -73,11 +73,11 @@ def test_a_pair_must_save_its_launch_and_serves_some_ops(op: str):
     assert not takes_pair(must_save - 1)
     assert takes_pair(must_save + 1) is (op in PAIR_MAY_SERVE)
     # With few tokens the hidden layer that it holds is small; cuBLAS alone must save what its call costs the host.
-    few = CUBLAS_MUST_SAVE if op == "down" else must_save and PAIR_MUST_SAVE_OF_BUSY
+    few = CUBLAS_MUST_SAVE if op in PRODUCTS else must_save and PAIR_MUST_SAVE_OF_BUSY
     assert takes_pair(few + 1, tokens=256) and not takes_pair(few - 1, tokens=256)
     # Of a kernel that is over before the host has launched the next one it must save a launch.
     short = BUSY[PASS.get(op, "backward")] - 1
-    few = CUBLAS_MUST_SAVE if op == "down" else must_save
+    few = CUBLAS_MUST_SAVE if op in PRODUCTS else must_save
     assert not takes_pair(few - 1, tokens=256, fused=short) and takes_pair(few + 1, tokens=256, fused=short)
     # In float32, where the heuristic takes cuBLAS everywhere, every op may.
     assert takes_pair(must_save + 1, torch.float32) and not takes_pair(must_save - 1, torch.float32)
@@ -95,7 +95,7 @@ def test_candidates_suit_what_they_are_for():
         assert any(c.family == "gluon" for c in all_of) <= (op in GLUON_OPS)
         small = {c.family for c in all_of} & {"small"}
         assert bool(small) is (op in SMALL_OPS)
-        ours = set() if op in ("down", *GLUON_ONLY_OPS) else {"tma"}
+        ours = set() if op in (*PRODUCTS, *GLUON_ONLY_OPS) else {"tma"}
         for M in (1, 64, 65, 257):
             few = small if M <= SMALL_TOKENS.get(op, 0) else set()
             assert {c.family for c in candidates.candidates(op, M, True, False)} == {"pair"} | ours | few

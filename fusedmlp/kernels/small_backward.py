@@ -111,8 +111,9 @@ def dual_dgrad_small(
 ):
     """``dX = dGate Wg + dUp Wu``, split-K as in :func:`linear_small`: each program takes its share of both sums.
 
-    dgate_up [M, 2K] and dx [M, N] contiguous; wg and wu [K, N] with their row strides.
+    dgate_up [M, 2K] and dx [M, N] contiguous; wg and wu [K, N] with their row strides. Without wu: dGate [M, K] alone.
     """
+    WIDTH: tl.constexpr = 1 if wu_ptr is None else 2
     tiles_m = tl.cdiv(M, BLOCK_M)
     split = tl.program_id(0) % SPLITS
     tile = tl.program_id(0) // SPLITS
@@ -123,10 +124,11 @@ def dual_dgrad_small(
     last = tl.minimum(K, first + share)
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     # fmt: off
-    acc = _across(acc, dgate_up_ptr, 2 * K, wg_ptr, wg_stride, tokens, features, first, last, M, N, K,
+    acc = _across(acc, dgate_up_ptr, WIDTH * K, wg_ptr, wg_stride, tokens, features, first, last, M, N, K,
                   BLOCK_K, PRECISION)
-    acc = _across(acc, dgate_up_ptr + K, 2 * K, wu_ptr, wu_stride, tokens, features, first, last, M, N, K,
-                  BLOCK_K, PRECISION)
+    if wu_ptr is not None:
+        acc = _across(acc, dgate_up_ptr + K, 2 * K, wu_ptr, wu_stride, tokens, features, first, last, M, N, K,
+                      BLOCK_K, PRECISION)
     at = tokens[None, :].to(tl.int64) * N + features[:, None]
     mask = (tokens[None, :] < M) & (features[:, None] < N)
     share_sum(acc, partial_ptr, counter_ptr, dx_ptr, dx_ptr, dx_ptr, split, tile, features, at, mask, M, N,

@@ -12,6 +12,15 @@ from . import gluon
 from .common import as_rows, ceil_div, half_tiles, persistent_grid, row_stride, rows_tile
 
 
+def grouped(plan: Plan, needs_x: bool, needs_weights: bool) -> str | None:
+    """The name of the settings of a launch for several products; None where each has its own."""
+    if not needs_weights:
+        return None
+    if needs_x and plan.settings["grads"].family == "gluon":
+        return "grads"
+    return "wgrads" if plan.settings["wgrads"].family == "gluon" else None
+
+
 def _weight_tiles(gate_weight: Tensor, up_weight: Tensor, H: int, k: int, n: int) -> tuple[Tile, Tile]:
     """Of gate and up; of the upper and the lower half where one tensor is both."""
     if gate_weight.shape[0] == H:

@@ -128,8 +128,15 @@ def hidden_backward(
     return grad, h, db, dbu, dby
 
 
-def dual_dgrad(plan: Plan, dgate_up: Tensor, gate_weight: Tensor, up_weight: Tensor) -> Tensor:
-    """``dX [M, D] = dGate Wg + dUp Wu`` in one launch; dgate_up [M, 2H] contiguous."""
+def dgrad(plan: Plan, dpre: Tensor, weight: Tensor) -> Tensor:
+    """dX [M, D] of two layers; dpre: contiguous [M, H]."""
+    if plan.settings["dgrad"].family != "small":
+        return torch.mm(dpre, weight)
+    return dual_dgrad(plan, dpre, weight, None)
+
+
+def dual_dgrad(plan: Plan, dgate_up: Tensor, gate_weight: Tensor, up_weight: Tensor | None) -> Tensor:
+    """``dX [M, D] = dGate Wg + dUp Wu`` in one launch; dgate_up [M, 2H] contiguous. Without up: dGate [M, H] alone."""
     settings = plan.settings["dgrad"]
     H, D = gate_weight.shape
     M = dgate_up.shape[0]
@@ -142,6 +149,6 @@ def dual_dgrad(plan: Plan, dgate_up: Tensor, gate_weight: Tensor, up_weight: Ten
         return Launch(dual_dgrad_small, programs, (*block, plan.dot_precision), **launch_options(settings))
 
     launch = prepared(plan, ("dgrad", "small"), make)
-    strides = (row_stride(gate_weight), row_stride(up_weight))
+    strides = (row_stride(gate_weight), 0 if up_weight is None else row_stride(up_weight))
     launch(plan.device_index, dgate_up, gate_weight, up_weight, dx, partial, counters, M, D, H, *strides)
     return dx

@@ -93,7 +93,7 @@ def backward(
         )
         dgate_up, made, dbg, dbu, dbd = hidden
         h = made if kept is None else kept
-        grouped = _grouped(plan, needs)
+        grouped = plan.launchers.glu_grads.grouped(plan, needs_x, needs_gate and needs_up and needs_down)
         if grouped is not None:
             dx, dwgu, dwd = plan.launchers.glu_grads.glu_grads(plan, grouped, gy, h, dgate_up, x, gate, up)
             dwg, dwu = torch.unsafe_split(dwgu, gate.shape[0])
@@ -112,16 +112,6 @@ def backward(
         dwd = torch.mm(gy.t(), run.glu_act(plan, gate_up) if kept is None else kept)
         dbd = gy.sum(0) if needs_bd else None
     return dx, dwg, dwu, dwd, dbg if needs_bg else None, dbu if needs_bu else None, dbd
-
-
-def _grouped(plan: Plan, needs: Sequence[bool]) -> str | None:
-    """The name of the settings of a launch for several products; None where each has its own."""
-    needs_x, needs_gate, needs_up, needs_down = needs[:4]
-    if not (needs_gate and needs_up and needs_down):
-        return None
-    if needs_x and plan.settings["grads"].family == "gluon":
-        return "grads"
-    return "wgrads" if plan.settings["wgrads"].family == "gluon" else None
 
 
 def _weight_grads(

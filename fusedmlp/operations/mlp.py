@@ -1,5 +1,5 @@
-"""The two-layer MLP: two launches forward, four backward (hidden with both bias gradients; dX; dW1; dW2), or two where
-the last three are grouped."""
+"""The two-layer MLP: two launches forward, four backward (hidden with both bias gradients; dX; dW1; dW2), or three or
+two where the weights' gradients share a launch, with dX or without."""
 
 from __future__ import annotations
 
@@ -82,15 +82,19 @@ def backward(
         )
         hidden = made if a is None else a
         del made
-        if needs_x and needs_w1 and needs_w2 and plan.settings["grads"].family == "gluon":
+        grouped = run.glu_grads.grouped(plan, needs_x, needs_w1 and needs_w2)
+        if grouped is not None:
             assert hidden is not None
-            dx, dw1, dw2 = run.glu_grads.glu_grads(plan, "grads", gy, hidden, dpre, x, fc1, fc1)
+            dx, dw1, dw2 = run.glu_grads.glu_grads(plan, grouped, gy, hidden, dpre, x, fc1, fc1)
+            del hidden
+            if needs_x and dx is None:
+                dx = run.small.dgrad(plan, dpre, fc1)
             return dx, dw1, dw2, db1, db2
         if needs_w2:
             assert hidden is not None
             dw2 = torch.mm(gy.t(), hidden)  # first of the products: it is free before the others need room
         del hidden
-        dx = torch.mm(dpre, fc1) if needs_x else None
+        dx = run.small.dgrad(plan, dpre, fc1) if needs_x else None
         dw1 = torch.mm(dpre.t(), run.common.as_rows(x, fc1.shape[1], tma=False)) if needs_w1 else None
     else:
         dw2 = torch.mm(gy.t(), run.linear.activate(plan, kept, act) if a is None else a)

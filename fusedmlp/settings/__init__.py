@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from . import device, heuristic, tables
-from .types import FAMILIES, GLUON_ONLY_OPS, GLUON_OPS, OPS, SMALL_TOKENS, Settings
+from .types import FAMILIES, GLUON_ONLY_OPS, GLUON_OPS, OPS, PRODUCTS, SMALL_TOKENS, Settings
 
 __all__ = ["FAMILIES", "OPS", "Settings", "calculate_settings", "measured_row", "override", "overridden"]
 
@@ -107,7 +107,7 @@ def calculate_settings(
         family = "tma"
     if family == "tma" and not tma:
         family = "pointer"
-    if (op in GLUON_ONLY_OPS and family in ("tma", "pointer")) or (op == "down" and family not in (None, "small")):
+    if (op in GLUON_ONLY_OPS and family in ("tma", "pointer")) or (op in PRODUCTS and family not in (None, "small")):
         family = "pair"
     found = tables.lookup(info.slug, op, M, N, K, dtype, precision, tma, gluon, aligned) if family is None else None
     if found is None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from .device import DeviceInfo, triton_version
-from .types import Settings
+from .types import PRODUCTS, Settings
 
 
 def tma_dtype(dtype: torch.dtype) -> bool:
@@ -27,8 +27,8 @@ _GROUPED_WEIGHT = 1024 * 4096  # (N K) from this size on weights are wide
 # Tokens up to which the three products after the backward to a hidden layer share a launch (whole steps of
 # bench/steps.py): above, each of them fills the device by itself, those of narrow weights later.
 _GROUPED_UP_TO, _GROUPED_NARROW_UP_TO, _GROUPED_NARROW = 4096, 8192, 600 * 1536
-# With few tokens dX of larger weights stays out of it: its few tiles of long sums would keep the others waiting. Of two
-# layers, whose other products would not share a launch without it, later.
+# With few tokens dX of larger weights stays out of it: its few tiles of long sums would keep the others waiting. Where
+# it has a kernel for small batches it does so from weights on that are not narrow.
 _GROUPED_FEW, _GROUPED_FEW_WEIGHT = 128, {"glu_grads": _GROUPED_WEIGHT, "mlp_grads": 5120 * 14336}
 # Tiles of 128 x 128 in dX, up to which it has half as high ones: there are few, their sums are long, and they are what
 # the launch waits for.
@@ -49,14 +49,14 @@ _SMALL_DOWN_UP_TO, _SMALL_DOWN_WEIGHT = 256, 1024 * 4096
 def family(op: str, M: int, N: int, K: int, dtype: torch.dtype, tma: bool, gluon: bool, info: DeviceInfo) -> str:
     if op == "relu_stack":
         return "pointer"
-    if op == "glu_weight_grads":
+    if op in ("glu_weight_grads", "mlp_weight_grads"):
         few, wide = M <= _GROUPED_WEIGHTS_UP_TO, N * K >= _GROUPED_WEIGHT and M <= _GROUPED_MEASURED_UP_TO
-        return "gluon" if gluon and (few or wide) else "pair"
+        return "gluon" if gluon and (few or (wide and op == "glu_weight_grads")) else "pair"
     if op in ("glu_grads", "mlp_grads"):
-        return "gluon" if gluon and _grouped(op, M, N * K) else "pair"
+        return "gluon" if gluon and _grouped(op, M, N, K) else "pair"
     if tma and M <= _small_up_to(op, N, K) and info.slug != "interpreter":
         return "small"
-    if op == "down":
+    if op in PRODUCTS:
         return "pair"
     if gluon and M > _GLUON_TOKENS[op] and _tiles(M, N, 128, 128) >= _GLUON_FROM[op]:
         return "gluon"
@@ -78,10 +78,13 @@ def family(op: str, M: int, N: int, K: int, dtype: torch.dtype, tma: bool, gluon
 def _small_up_to(op: str, N: int, K: int) -> int:
     if op == "down" and N * K <= _SMALL_DOWN_WEIGHT:
         return _SMALL_DOWN_UP_TO
-    return 64 if op == "dual_dgrad" and _SMALL_DX[0] < N < _SMALL_DX[1] else _SMALL_UP_TO
+    return 64 if op in ("dual_dgrad", "dgrad") and _SMALL_DX[0] < N < _SMALL_DX[1] else _SMALL_UP_TO
 
 
-def _grouped(op: str, M: int, weight: int) -> bool:
+def _grouped(op: str, M: int, N: int, K: int) -> bool:
+    weight = N * K
+    if M <= _small_up_to("dgrad", K, N) and weight > (_GROUPED_NARROW if M <= 32 else _GROUPED_WEIGHT - 1):
+        return False
     if M <= _GROUPED_FEW:
         return weight <= _GROUPED_FEW_WEIGHT[op]
     return M <= (_GROUPED_NARROW_UP_TO if weight <= _GROUPED_NARROW else _GROUPED_UP_TO)
@@ -156,8 +159,8 @@ def _small(op: str, M: int, N: int, K: int, dtype: torch.dtype, info: DeviceInfo
     stage = (weights * n + m) * k * dtype.itemsize
     stages = max(2, min(stages, (info.shared - 4096) // stage))  # less on GPUs whose blocks have 99 KiB
     parts, tiles = 1, _tiles(M, N, m, n)
-    if op == "dual_dgrad":
-        parts = _dx_splits(M, tiles, K, info.sms)
+    if op in ("dual_dgrad", "dgrad"):
+        parts = _dx_splits(M, tiles, 2 * K if op == "dual_dgrad" else K, info.sms)
     elif op == "down" or (op == "linear_act" and 4 * tiles <= info.sms and K >= 1024):
         parts = _splits(M, tiles, K, info.sms)
     warps = 8 if m > 32 and "backward" in op else 4  # else its epilogue would not fit into registers
@@ -176,9 +179,9 @@ def _splits(M: int, tiles: int, K: int, sms: int) -> int:
 
 
 def _dx_splits(M: int, tiles: int, K: int, sms: int) -> int:
-    """Two sums, of twice the length. Up to 16 tokens two programs a multiprocessor keep more of the weights under way,
-    unless some get one and others two; of more tokens a wave of them, two where a wave is not full before."""
-    fit = [parts for parts in (2, 3, 4, 6, 8) if 192 * parts <= K]
+    """K: of both sums. Up to 16 tokens two programs a multiprocessor keep more of the weights under way, unless some
+    get one and others two; of more tokens a wave of them, two where a wave is not full before."""
+    fit = [parts for parts in (2, 3, 4, 6, 8) if 384 * parts <= K]
     wave = [parts for parts in fit if parts * tiles <= sms]
     two = [parts for parts in fit if 1.35 * sms < parts * tiles <= 2 * sms]
     return max(wave + two if M <= 16 else wave or two, default=1)
@@ -188,7 +191,7 @@ def _gluon(op: str, M: int, N: int, K: int) -> Settings:
     if op in ("glu_grads", "mlp_grads"):
         low = M <= 64 or _tiles(M, K, 128, 128) <= _GROUPED_LOW_TILES
         return Settings("gluon", 64 if low else 128, 128, 64, parts=2, warps=4, stages=6)
-    if op == "glu_weight_grads":
+    if op in ("glu_weight_grads", "mlp_weight_grads"):
         return Settings("gluon", 128, 128, 64, parts=2, warps=4, stages=5 if M <= 256 else 6)
     tiles = _tiles(M, N, 128, 128)
     if op == "linear_act":

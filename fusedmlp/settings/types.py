@@ -5,21 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 # gluon: warp-specialised (9.x). tma: persistent, TMA descriptors (9.0 and newer). pointer: plain loads. pair: cuBLAS
-# and one pointwise kernel (for "down" cuBLAS alone). small: plain loads, weights on the left, for few tokens.
+# and one pointwise kernel, or cuBLAS alone. small: plain loads, weights on the left, for few tokens.
 FAMILIES = ("gluon", "tma", "pointer", "pair", "small")
-# What has a Gluon kernel.
-GLUON_OPS = ("linear_act", "glu", "glu_backward", "glu_grads", "glu_weight_grads", "mlp_grads", "act_backward")
-# What has no kernel of ours but a Gluon one: "pair" means the separate launches that it stands for.
-GLUON_ONLY_OPS = ("glu_grads", "glu_weight_grads", "mlp_grads")
+# What has no kernel of ours but a Gluon one ("pair" means the separate launches that it stands for); what has one.
+GLUON_ONLY_OPS = ("glu_grads", "glu_weight_grads", "mlp_grads", "mlp_weight_grads")
+GLUON_OPS = ("linear_act", "glu", "glu_backward", "act_backward", *GLUON_ONLY_OPS)
+# Products alone, that have a kernel for small batches; else "pair" is cuBLAS.
+PRODUCTS = ("down", "dgrad")
 
 # What has a kernel for small batches, and how many tokens those take.
-SMALL_TOKENS = {"glu": 64, "linear_act": 64, "down": 256, "glu_backward": 64, "act_backward": 64, "dual_dgrad": 64}
+SMALL_TOKENS = {"glu": 64, "linear_act": 64, "down": 256, "glu_backward": 64, "act_backward": 64}
+SMALL_TOKENS |= {"dual_dgrad": 64, "dgrad": 64}
 SMALL_OPS = tuple(SMALL_TOKENS)
 
-# glu_grads: dX and all weight gradients of a gated MLP in one launch; glu_weight_grads: the latter alone; mlp_grads: dX
-# and both weight gradients of two layers.
-# down: the last product of an MLP.
-OPS = (*GLUON_OPS, "dual_dgrad", "relu_stack", "down")
+# glu_grads: dX and all weight gradients of a gated MLP in one launch; glu_weight_grads: the latter alone; mlp_grads and
+# mlp_weight_grads: the same of two layers.
+# dual_dgrad: dX over gate and up; dgrad: dX of two layers. down: the last product of an MLP.
+OPS = (*GLUON_OPS, "dual_dgrad", "relu_stack", *PRODUCTS)
 
 
 @dataclass(frozen=True)

@@ -11,17 +11,17 @@ from typing import Any
 
 import torch
 
-from ..settings.types import GLUON_ONLY_OPS, SMALL_TOKENS, Settings
+from ..settings.types import GLUON_ONLY_OPS, PRODUCTS, SMALL_TOKENS, Settings
 
 # cuBLAS and a pointwise kernel are one launch more than a fused kernel, which must pay for itself: about what a
 # call of cuBLAS costs the host (22 to 50 were seen), in microseconds. Set with the sweep in view: at 8192 tokens,
 # 768 -> 3072, the pair would save 22 in the gated backward, and stays unused.
 PAIR_MUST_SAVE = 25.0
 # The table may take it where it holds no more memory than eager does; elsewhere it is measured to be compared with.
-PAIR_MAY_SERVE = ("glu_backward", "dual_dgrad", "glu_grads", "glu_weight_grads", "down")
+PAIR_MAY_SERVE = ("glu_backward", "dual_dgrad", "glu_grads", "glu_weight_grads", *PRODUCTS)
 PAIR_MAY_SERVE_TOKENS = 256  # at most: there a hidden layer more is small beside the weights, for any op
 # A call of cuBLAS costs the host so much more than one launch of a program (15 to 25 against 5 were seen) that with few
-# tokens, while the host is what waits, it must save this of the last product.
+# tokens, while the host is what waits, it must save this of a product.
 CUBLAS_MUST_SAVE, CUBLAS_TOKENS = 2.0, 256
 # A kernel that takes so long, in microseconds, keeps the device busy longer than the host needs for the pair: at two
 # kernels a forward and three or four a backward, of which the host needs 30 to 60 and 130 to 250 (bench/host.py). With
@@ -29,8 +29,9 @@ CUBLAS_MUST_SAVE, CUBLAS_TOKENS = 2.0, 256
 BUSY = {"forward": 15.0, "backward": 40.0}
 PAIR_MUST_SAVE_OF_BUSY = 2.0
 # Of these the pair need not pay for itself. Three separate products against one launch: where they are the faster the
-# device is busy long enough to hide the host. The last product: cuBLAS alone is one launch too (but see above).
-PAIR_IS_FREE = ("glu_grads", "down")
+# device is busy long enough to hide the host. A product: cuBLAS alone is one launch too (but see above).
+PAIR_IS_FREE = ("glu_grads", *PRODUCTS)
+LEVEL = 1.02
 # Not in tables: they win in a window of tokens, which rows that stand for ranges do not describe. See the heuristic.
 NOT_TABLED = ("glu_grads", "glu_weight_grads")
 
@@ -73,6 +74,19 @@ _HIDDEN_BACKWARD_SMALL = (
     small(128, 128, 3, warps=8),
 )
 
+# Of dX of one weight and of two.
+_DX_SMALL = (
+    small(64, 128, 4, 4),
+    small(64, 128, 4, 2),
+    small(64, 128, 4, 6),
+    small(64, 128, 4, 3),
+    small(64, 128, 4, 8),
+    small(64, 64, 5, 4),
+    small(64, 64, 5, 8),
+    small(128, 64, 4, 4, warps=8),
+    small(128, 64, 4, 8, warps=8),
+)
+
 CANDIDATES = {
     "glu": (
         Settings("pair"),
@@ -107,29 +121,23 @@ CANDIDATES = {
     ),
     "down": (
         Settings("pair"),
-        small(64, 64, 5, 2),
-        small(64, 64, 5, 4),
-        small(64, 64, 5, 8),
-        small(64, 64, 5, 12),
-        small(64, 128, 4, 2),
         small(64, 128, 4, 4),
+        small(64, 128, 4, 2),
+        small(64, 64, 5, 4),
+        small(64, 128, 3, 6),
+        small(32, 128, 4, 4),
+        small(64, 64, 5, 2),
+        small(32, 128, 4, 6),
         small(64, 128, 4, 8),
         small(32, 64, 5, 4),
-        small(32, 128, 4),
-        small(32, 128, 4, 2),
-        small(32, 128, 4, 4),
-        small(32, 128, 4, 6),
-        small(32, 256, 3, 2),
-        small(16, 256, 3),
-        small(16, 256, 3, 2),
-        small(32, 128, 4, 3),
-        small(64, 128, 3, 6),
-        small(64, 128, 4, 12),
         small(64, 128, 3, 4, warps=8),
+        small(32, 128, 4, 3),
+        small(16, 256, 3),
         small(64, 128, 3, 8, warps=8),
         small(128, 64, 4, 6, warps=8),
-        small(128, 64, 4, 12, warps=8),
-        small(128, 128, 3, 8, warps=8),
+        small(64, 64, 5, 8),
+        small(64, 64, 5, 12),
+        small(32, 256, 3, 2),
     ),
     "glu_backward": (
         Settings("pair"),
@@ -153,17 +161,10 @@ CANDIDATES = {
     ),
     "glu_grads": _GROUPED,
     "glu_weight_grads": _GROUPED,
+    "dgrad": (Settings("pair"), *_DX_SMALL),
     "dual_dgrad": (
         Settings("pair"),
-        small(64, 64, 5, 4),
-        small(64, 64, 5, 8),
-        small(64, 128, 4, 2),
-        small(64, 128, 4, 3),
-        small(64, 128, 4, 4),
-        small(64, 128, 4, 6),
-        small(64, 128, 4, 8),
-        small(128, 64, 4, 4, warps=8),
-        small(128, 64, 4, 8, warps=8),
+        *_DX_SMALL,
         tma(128, 256, 64, 2, 8, 4, 1),
         tma(128, 128, 64, 2, 8, 4, 1),
         tma(128, 128, 64, 2, 4, 3, 2),
@@ -182,17 +183,11 @@ CANDIDATES = {
     "linear_act": (
         Settings("pair"),
         small(64, 128, 4),
-        small(64, 128, 4, 2),
-        small(64, 128, 4, 3),
         small(64, 64, 5),
-        small(64, 64, 5, 2),
         small(32, 128, 4),
-        small(32, 128, 4, 2),
-        small(32, 256, 3),
+        small(128, 128, 3, warps=8),
         small(16, 256, 3),
         small(128, 64, 4, warps=8),
-        small(128, 128, 3, warps=8),
-        small(128, 128, 3, 2, warps=8),
         gluon(128, 128, 64, 2, 4, 6),
         gluon(128, 256, 64, 4, 8, 4),
         gluon(128, 256, 64, 4, 8, 4, group=16),
@@ -246,6 +241,7 @@ PASS = {
     "glu_grads": "backward",
     "glu_weight_grads": "backward",
     "dual_dgrad": "backward",
+    "dgrad": "backward",
     "act_backward": "backward",
 }
 
@@ -254,7 +250,7 @@ GATED = ("glu", "down", "glu_backward", "dual_dgrad")
 LAYERS = {
     "geglu": GATED,
     "swiglu": GATED,
-    "mlp": ("linear_act", "down", "act_backward"),
+    "mlp": ("linear_act", "down", "act_backward", "dgrad"),
     "linear": ("linear_act",),
 }
 # As a row and a user name them: the dtype of the operands and the precision of an fp32 product.
@@ -268,7 +264,7 @@ DTYPES = {
 
 def sizes(op: str, D: int, H: int) -> tuple[int, int]:
     """``(N, K)``, the columns and the summed dimension, of one kernel of a layer D -> H."""
-    return (D, H) if op in ("dual_dgrad", "down") else (H, D)
+    return (D, H) if op in ("dual_dgrad", *PRODUCTS) else (H, D)
 
 
 def candidates(op: str, M: int, tma: bool, gluon: bool) -> tuple[Settings, ...]:
@@ -282,7 +278,7 @@ def candidates(op: str, M: int, tma: bool, gluon: bool) -> tuple[Settings, ...]:
                 found.append(replace(candidate, block_m=padded))
         elif candidate.family in ("pair", *(["tma"] if tma else []), *(["gluon"] if tma and gluon else [])):
             found.append(candidate)
-    has_pointer = not tma and op not in ("down", *GLUON_ONLY_OPS)
+    has_pointer = not tma and op not in (*PRODUCTS, *GLUON_ONLY_OPS)
     return (*found, *POINTER_CANDIDATES) if has_pointer else tuple(found)
 
 
@@ -309,7 +305,7 @@ class Choice:
 
 def must_save(op: str, tokens: int, fused_us: float) -> float:
     """Microseconds that the pair must save of the fastest fused kernel, for what its launches cost the host."""
-    if op == "down" and tokens <= CUBLAS_TOKENS:
+    if op in PRODUCTS and tokens <= CUBLAS_TOKENS:
         return CUBLAS_MUST_SAVE
     if op in PAIR_IS_FREE:
         return 0.0
@@ -318,7 +314,8 @@ def must_save(op: str, tokens: int, fused_us: float) -> float:
 
 
 def choose(op: str, tokens: int, dtype: torch.dtype, measured: Sequence[tuple[Settings, float]]) -> Choice | None:
-    """The fastest of the measured (settings, microseconds); None of none.
+    """The fastest of the measured (settings, microseconds), which are in the candidates' order; None of none. Of kernels
+    for small batches that are level it is the first: one that is hardly faster is not worth compiling one more.
 
     The pair must save what :func:`must_save` says. With more than :data:`PAIR_MAY_SERVE_TOKENS` it serves the ops of
     :data:`PAIR_MAY_SERVE` alone. In float32, where the heuristic takes it everywhere, it may serve every op.
@@ -326,6 +323,8 @@ def choose(op: str, tokens: int, dtype: torch.dtype, measured: Sequence[tuple[Se
     fused = [(us, settings) for settings, us in measured if settings.family != "pair"]
     pairs = [(us, settings) for settings, us in measured if settings.family == "pair"]
     best = min(fused, key=lambda found: found[0], default=None)
+    if best is not None and best[1].family == "small":
+        best = next(found for found in fused if found[1].family == "small" and found[0] <= best[0] * LEVEL)
     pair = min(pairs, key=lambda found: found[0], default=None)
     pair_us = pair[0] if pair else None
     may_serve = op in PAIR_MAY_SERVE or tokens <= PAIR_MAY_SERVE_TOKENS or dtype == torch.float32

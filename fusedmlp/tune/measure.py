@@ -23,7 +23,7 @@ from ..launchers.glu import dual_dgrad, glu_forward
 from ..launchers.glu_backward import glu_backward
 from ..launchers.glu_grads import glu_grads
 from ..launchers.linear import linear_act
-from ..launchers.small import down
+from ..launchers.small import dgrad, down
 from ..plan import Plan
 from ..settings.device import info
 from ..settings.heuristic import tma_dtype
@@ -44,6 +44,7 @@ KERNEL = {
     "glu_grads": "grads",
     "glu_weight_grads": "wgrads",
     "dual_dgrad": "dgrad",
+    "dgrad": "dgrad",
     "linear_act": "forward",
     "act_backward": "backward",
 }
@@ -55,6 +56,7 @@ READS = {
     "glu_grads": ("gy", "h", "dgate_up", "x", "gate", "up"),
     "glu_weight_grads": ("gy", "h", "dgate_up", "x"),
     "dual_dgrad": ("dgate_up", "gate", "up"),
+    "dgrad": ("pre", "gate"),
     "linear_act": ("x", "gate", "bias"),
     "act_backward": ("gy", "down", "pre"),
 }
@@ -121,7 +123,7 @@ def plan_of(op: str, p: Problem, candidate: Settings) -> Plan:
     # The separate products are what serves without the launch that groups them: dX by a kernel of ours, as it may be.
     separate = op in GLUON_ONLY_OPS and candidate.family == "pair"
     with settings.override(**({} if separate else asdict(candidate))):
-        if op in ("linear_act", "act_backward"):
+        if op in ("linear_act", "act_backward", "dgrad"):
             return plans.find("mlp", act, p.x, (p.gate, p.down), (p.bias, None))
         plan = plans.find("glu_mlp", act, p.x, (p.gate, p.up, p.down), (None, None, None))
     if separate:
@@ -153,6 +155,8 @@ def run_ours(op: str, plan: Plan, p: Problem) -> Result:
         return glu_backward(plan, p.gy, p.down, p.gate_up, True, False, False)[0]
     if op == "dual_dgrad":
         return dual_dgrad(plan, p.dgate_up, p.gate, p.up)
+    if op == "dgrad":
+        return dgrad(plan, p.pre, p.gate)
     if op == "linear_act":
         return linear_act(plan, "forward", p.x, p.gate, p.bias, act, True)[0]
     return act_backward(plan, "backward", p.gy, p.down, p.pre, act, True, False, False)[0]
@@ -173,6 +177,8 @@ def run_torch(op: str, p: Problem) -> Result:
     gelu = torch.nn.functional.gelu
     if op == "dual_dgrad":
         return torch.addmm(p.dgate_up[:, :H] @ p.gate, p.dgate_up[:, H:], p.up)
+    if op == "dgrad":
+        return p.pre @ p.gate
     if op == "linear_act":
         return gelu(torch.addmm(p.bias, p.x, p.gate.t()), approximate="tanh")
     dh = (p.gy @ p.down).float()

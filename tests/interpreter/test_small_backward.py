@@ -28,7 +28,7 @@ FROZEN = ("nothing", "x", "weights", "every_second")
 @contextmanager
 def forced(**fields):
     """The backward alone, and not as one launch for several products."""
-    ops = ("glu_backward", "act_backward", "dual_dgrad")
+    ops = ("glu_backward", "act_backward", "dual_dgrad", "dgrad")
     with settings.override("glu_grads", family="pair"), forced_small(*ops, **fields):
         yield
 
@@ -70,7 +70,8 @@ def test_the_launches_are_those():
     with forced():
         text = str(explain_plan(functional.glu_mlp, x, gate, gate, down))
         assert "bias gradients [small 16x" in text and "dX over gate and up [small 16x" in text
-        assert "bias gradients [small 16x" in str(explain_plan(functional.mlp, x, gate, down))
+        text = str(explain_plan(functional.mlp, x, gate, down))
+        assert "bias gradients [small 16x" in text and "dX [small 16x" in text
         wide = x.detach().expand(13, 5, 32).reshape(65, 32).requires_grad_()
         assert "small" not in str(explain_plan(functional.glu_mlp, wide, gate, gate, down))
 

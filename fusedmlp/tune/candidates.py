@@ -314,8 +314,8 @@ def must_save(op: str, tokens: int, fused_us: float) -> float:
 
 
 def choose(op: str, tokens: int, dtype: torch.dtype, measured: Sequence[tuple[Settings, float]]) -> Choice | None:
-    """The fastest of the measured (settings, microseconds), which are in the candidates' order; None of none. Of kernels
-    for small batches that are level it is the first: one that is hardly faster is not worth compiling one more.
+    """The fastest of the measured (settings, microseconds), in the candidates' order; None of none. Of kernels for
+    small batches that are level it is the first: one that is hardly faster is not worth compiling one more.
 
     The pair must save what :func:`must_save` says. With more than :data:`PAIR_MAY_SERVE_TOKENS` it serves the ops of
     :data:`PAIR_MAY_SERVE` alone. In float32, where the heuristic takes it everywhere, it may serve every op.

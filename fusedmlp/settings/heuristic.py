@@ -27,12 +27,13 @@ _GROUPED_WEIGHT = 1024 * 4096  # (N K) from this size on weights are wide
 # Tokens up to which the three products after the backward to a hidden layer share a launch (whole steps of
 # bench/steps.py): above, each of them fills the device by itself, those of narrow weights later.
 _GROUPED_UP_TO, _GROUPED_NARROW_UP_TO, _GROUPED_NARROW = 4096, 8192, 600 * 1536
-# With few tokens dX of larger weights stays out of it: its few tiles of long sums would keep the others waiting. Where
-# it has a kernel for small batches it does so from weights on that are not narrow.
+# With few tokens dX of larger weights stays out of it: its few tiles of long sums would keep the others waiting. So it
+# does from smaller weights on where it has a kernel for small batches: of up to 32 tokens and up to 64.
 _GROUPED_FEW, _GROUPED_FEW_WEIGHT = 128, {"glu_grads": _GROUPED_WEIGHT, "mlp_grads": 5120 * 14336}
 # Tiles of 128 x 128 in dX, up to which it has half as high ones: there are few, their sums are long, and they are what
 # the launch waits for.
 _GROUPED_LOW_TILES = 30
+_GROUPED_WITHOUT_DX = {"glu_grads": (700 * 2048, _GROUPED_WEIGHT), "mlp_grads": (_GROUPED_WEIGHT, 2304 * 9216)}
 # The weight gradients alone share a launch where dX stays out of it: of few tokens, and of wide weights.
 _GROUPED_WEIGHTS_UP_TO = 512
 _GROUPED_MEASURED_UP_TO = 8192  # tokens; at this many 1.5 to 4.5 % are left of what it saves
@@ -83,7 +84,7 @@ def _small_up_to(op: str, N: int, K: int) -> int:
 
 def _grouped(op: str, M: int, N: int, K: int) -> bool:
     weight = N * K
-    if M <= _small_up_to("dgrad", K, N) and weight > (_GROUPED_NARROW if M <= 32 else _GROUPED_WEIGHT - 1):
+    if M <= _small_up_to("dgrad", K, N) and weight >= _GROUPED_WITHOUT_DX[op][M > 32]:
         return False
     if M <= _GROUPED_FEW:
         return weight <= _GROUPED_FEW_WEIGHT[op]

@@ -33,7 +33,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench import common
+from bench import ahead, common
 from bench.case import Case, Shape
 from bench.case import parse_shape as parse_shape
 from bench.rehearsal import Rehearsal, Verdict
@@ -75,6 +75,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--peer-seconds", type=float, default=60.0, help="for the first calls of a peer at a shape (%(default)s)"
     )
+    made.add_argument("--jobs", type=int, default=0, metavar="N", help="first calls ahead, in N processes")
     made.add_argument("--out", metavar="FILE", help="result file (default: bench/results/<gpu>/peers.json)")
     return made
 
@@ -82,6 +83,15 @@ def parser() -> argparse.ArgumentParser:
 def jobs(args: argparse.Namespace) -> list[tuple[str, Shape]]:
     """(operation, shape), most important first."""
     return [(op, s) for op in args.op for s in (args.shapes or SHAPES[op][: 1 if args.quick else None])]
+
+
+def compile_ahead(args: argparse.Namespace) -> None:
+    """First calls of the variants that do not tune, each shape in a process: largest first, which take longest."""
+    tasks: list[ahead.Task] = []
+    for op, shape in sorted(jobs(args), key=lambda job: -job[1][0]):
+        quick = (v for v in args.variants if not VARIANTS[v].rehearse and not missing(v) and not_offered(v, op) is None)
+        tasks.append((ahead.first_calls, (op, shape, list(quick), "bfloat16")))
+    ahead.run(tasks, args.jobs)
 
 
 class Run(Rows):
@@ -202,6 +212,8 @@ class Run(Rows):
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     gpu = common.need_gpu()
+    if args.jobs > 0:
+        compile_ahead(args)
     ceilings = common.ceilings()
     written: list[Path] = []
 

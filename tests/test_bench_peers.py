@@ -16,7 +16,7 @@ from torch import Tensor, nn
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from bench import common, peers, variants  # noqa: E402
+from bench import ahead, common, peers, variants  # noqa: E402
 from bench.rehearsal import Verdict  # noqa: E402
 
 CEILINGS = {"copy_tb_s": 4.0, "read_tb_s": 4.1, "gemm_tflop_s": 800.0}
@@ -315,3 +315,16 @@ def test_a_peer_whose_time_is_up_is_replaced_or_left_out(
     assert "left out: compile_max, geglu 48x64x96: its warm-up ran past 60 s" in text
     assert "left out: quack, geglu 48x64x96: its warm-up ran past 60 s" in text
     assert run.raised["liger, geglu 48x64x96, first calls"] == "RuntimeError: no such kernel"
+
+
+def test_first_calls_ahead_are_those_of_variants_that_do_not_tune(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+    monkeypatch.setattr(ahead, "run", lambda tasks, jobs: told.append((tasks, jobs)))
+    monkeypatch.setattr(peers, "missing", lambda name: "not installed" if name == "liger" else None)
+    names = ["eager", "compile", "compile_max", "liger", "fused"]
+    args = peers.parser().parse_args(["--shapes", "16x64x96,48x64x96", "--op", "geglu", "--variants", *names])
+    args.jobs = 3
+    peers.compile_ahead(args)
+    quick = ["eager", "compile", "fused"]
+    wanted = [(ahead.first_calls, ("geglu", shape, quick, "bfloat16")) for shape in (SMALL, TINY)]
+    assert told == [(wanted, 3)]

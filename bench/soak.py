@@ -13,7 +13,8 @@ the steps even less; every 100th step is compared with eager PyTorch. Exit code 
 So that memory at the marks can be compared, each thread begins with fixed steps that take every handle, workspace and
 counter its stream will have, and the package's caches, which fill all along, are emptied before each mark: they may be
 as large as their bounds, which are looked at then. cuBLAS would remember the algorithm of every size that it meets
-(8192 of them a device): that is switched off.
+(8192 of them a device), and the driver would load its kernels one by one, as sizes first choose them: the first is
+switched off, and all are loaded at the start.
 """
 
 from __future__ import annotations
@@ -308,8 +309,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.steps < 2 or args.threads < 1:
         parser.error("--steps must be at least 2 and --threads at least 1")
-    common.need_gpu()
+    os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")  # read when CUDA starts
     os.environ.setdefault("CUBLASLT_HEURISTICS_CACHE_CAPACITY", "0")  # read when its first handle is made
+    common.need_gpu()
     devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
     faults = soak(devices, args.steps, args.threads, eager=args.eager)
     print("\n".join([*faults, "FAILED" if faults else "nothing grew, nothing differs"]))

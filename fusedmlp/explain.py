@@ -148,7 +148,9 @@ def _measured(plan: Plan) -> tuple[str, ...]:
         row = plan.measured(name) if settings == plan.settings[name] else None
         if row is None or row.pair_ratio is None:
             continue
-        pair = "two cuBLAS products" if plan.asked[name][0] == "dual_dgrad" else "cuBLAS and a pointwise kernel"
+        op = plan.asked[name][0]
+        pair = "two cuBLAS products" if op == "dual_dgrad" else "cuBLAS and a pointwise kernel"
+        pair = "cuBLAS" if op in PRODUCTS else pair
         at = "" if row.M == plan.M else f" at {row.M} tokens"
         found.append(f"{name}: {pair}: {row.pair_ratio:.2f} of the fused kernel's time (measured{at})")
     return tuple(found)
@@ -190,12 +192,12 @@ def _glu_mlp(plan: Plan, save: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
     again: tuple[str, ...] = ()
     if save == saving.INPUT:
         again = _kernel(plan, "forward", "gate and up again", ("cuBLAS gate again", "cuBLAS up again"))
-    if plan.settings["grads"].family == "gluon":
-        products = _kernel(plan, "grads", "dX, dWgate, dWup and dWdown", ())
-    else:
-        dgrad = _kernel(plan, "dgrad", "dX over gate and up", ("cuBLAS dX of gate", "cuBLAS dX of up, added"))
-        wgrads = _kernel(plan, "wgrads", "dWgate, dWup and dWdown", ("cuBLAS dWgate and dWup", "cuBLAS dWdown"))
-        products = (*dgrad, *wgrads)
+    products = _products(
+        plan,
+        "dX, dWgate, dWup and dWdown",
+        ("dX over gate and up", ("cuBLAS dX of gate", "cuBLAS dX of up, added")),
+        ("dWgate, dWup and dWdown", "cuBLAS dWdown", "cuBLAS dWgate and dWup"),
+    )
     return (*forward, *down), (*again, *hidden, *products)
 
 
@@ -209,12 +211,22 @@ def _mlp(plan: Plan, save: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
     )
     down = _kernel(plan, "down", "fc2", ("cuBLAS fc2",))
     again = tuple(f"again: {text}" for text in forward) if save == saving.INPUT else ()
-    if plan.settings["grads"].family == "gluon":
-        products = _kernel(plan, "grads", "dX, dW1 and dW2", ())
-    else:
-        wgrads = _kernel(plan, "wgrads", "dW1 and dW2", ("cuBLAS dW1", "cuBLAS dW2"))
-        products = (*_kernel(plan, "dgrad", "dX", ("cuBLAS dX",)), *wgrads)
+    weights = ("dW1 and dW2", "cuBLAS dW2", "cuBLAS dW1")
+    products = _products(plan, "dX, dW1 and dW2", ("dX", ("cuBLAS dX",)), weights)
     return (*forward, *down), (*again, *hidden, *products)
+
+
+def _products(
+    plan: Plan, all_of_them: str, dx: tuple[str, tuple[str, ...]], weights: tuple[str, str, str]
+) -> tuple[str, ...]:
+    """What follows the hidden layer. weights: of one launch, of the product before dX, and of the one behind it."""
+    if plan.settings["grads"].family == "gluon":
+        return _kernel(plan, "grads", all_of_them, ())
+    together, before, behind = weights
+    dgrad = _kernel(plan, "dgrad", *dx)
+    if plan.settings["wgrads"].family == "gluon":
+        return (*_kernel(plan, "wgrads", together, ()), *dgrad)
+    return (before, *dgrad, behind)
 
 
 def _relu_mlp(plan: Plan, save: int) -> tuple[tuple[str, ...], tuple[str, ...]]:

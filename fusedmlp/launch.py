@@ -101,6 +101,8 @@ class Launch:
     ``tiles`` maps the positions of TMA arguments to how they are seen; the tensors themselves are passed at each call.
     The run-time arguments must be of the same kind at each call (dtypes, alignment, divisibility by 16, the shapes
     in ``tiles``): whoever keeps a Launch keys it by them.
+
+    ``numbers``: the sizes and strides among the arguments, where whoever keeps a Launch passes these at each call.
     """
 
     __slots__ = (
@@ -117,6 +119,7 @@ class Launch:
         "constants",
         "grid",
         "kernel",
+        "numbers",
         "options",
         "spec",
         "tiles",
@@ -135,6 +138,7 @@ class Launch:
         self.constants = constants
         self.options = options
         self.tiles = tiles or {}
+        self.numbers: tuple[int, ...] = ()
         self._compiled: Any = None  # kept: Triton unloads a kernel that nobody holds
         self._plan: Any = None  # launch() of a plan of the compiled launcher
         self.spec: Any = None  # the kernel as that plan has it
@@ -179,6 +183,11 @@ class Launch:
         if call is None:
             call = self._flatten(tuple(key), args)
         self._launcher(self.grid, 1, 1, stream, *call)
+
+    def of(self, *numbers: int) -> Launch:
+        """The launch, which is passed these numbers at every call."""
+        self.numbers = numbers
+        return self
 
     def compile(self, device_index: int | None, *args: Any) -> None:
         """Compile, and launch nothing: what a call with these arguments needs is then in Triton's cache on disk."""
@@ -242,7 +251,7 @@ class Launch:
                 return
         self._tensors = tuple(i for i, a in enumerate(args) if isinstance(a, Tensor))
         self._pairs = tuple(i for i, a in enumerate(args) if isinstance(a, tuple))
-        self._numbers = tuple(i for i, a in enumerate(args) if isinstance(a, int))
+        self._numbers = () if self.numbers else tuple(i for i, a in enumerate(args) if isinstance(a, int))
         function = _c_function(compiled)
         if function is None:
             self._args = (compiled.function, compiled.packed_metadata, None, None, None)

@@ -15,6 +15,7 @@ from .checks import check_call, constant_while_compiling
 from .operations import OPERATIONS
 from .settings import Settings
 from .settings.device import info
+from .settings.heuristic import dx_apart
 from .settings.tables import Row
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -231,9 +232,9 @@ def _choose_glu_mlp(plan: Plan) -> None:
     plan.choose("forward", "glu", H, D)
     plan.choose("down", "down", D_out, H)
     plan.choose("backward", "glu_backward", H, D_out)
-    plan.choose("grads", "glu_grads", H, D)
     plan.choose("wgrads", "glu_weight_grads", H, D)
     plan.choose("dgrad", "dual_dgrad", D, H)
+    _choose_grads(plan, "glu_grads", H, D)
     # For gate and up weights that one descriptor cannot span, which only their addresses tell.
     plan.choose("forward.apart", "glu", H, D, tma=False)
     plan.choose("dgrad.apart", "dual_dgrad", D, H, tma=False)
@@ -246,9 +247,17 @@ def _choose_mlp(plan: Plan) -> None:
     plan.choose("backward", "act_backward", H, D_out)
     # One descriptor for each half of the hidden layer.
     halves = H * plan.dtype.itemsize % 32 == 0
-    plan.choose("grads", "mlp_grads", H, D, tma=halves)
     plan.choose("wgrads", "mlp_weight_grads", H, D, tma=halves)
     plan.choose("dgrad", "dgrad", D, H)
+    _choose_grads(plan, "mlp_grads", H, D, tma=halves)
+
+
+def _choose_grads(plan: Plan, op: str, H: int, D: int, tma: bool = True) -> None:
+    """The launch for all products, which dX stays out of where it has a kernel for small batches and few tokens."""
+    plan.choose("grads", op, H, D, tma)
+    few = plan.settings["dgrad"].family == "small" and plan.settings["wgrads"].family == "gluon"
+    if few and dx_apart(op, plan.M, H * D) and "family" not in settings.forced(op) and plan.measured("grads") is None:
+        plan.settings["grads"] = Settings("pair")
 
 
 def _choose_relu_mlp(plan: Plan) -> None:

@@ -262,10 +262,24 @@ def test_the_weights_gradients_share_a_launch_where_dx_is_not_wanted_or_would_ke
         names, note = launched(tokens=tokens, D=D, H=H, frozen=frozen)
         assert names[0].startswith(("glu_", "hidden_")) and names[1] == "glu_grads_gluon"
         if not frozen:  # of a note all gradients are wanted
-            assert note.backward[-1].startswith("dWgate, dWup and dWdown [gluon 128x128x64")
+            ran = [text for text in note.backward if text.startswith(("dWgate", "dX", "cuBLAS"))]
+            assert ran[0].startswith("dWgate, dWup and dWdown [gluon 128x128x64") and "dX" in ran[1]
             assert "wgrads: gluon" in note.settings and "dgrad: " in note.settings and " grads: " not in note.settings
     assert "glu_grads_gluon" not in launched(tokens=8192)[0]
     assert "glu_grads_gluon" not in launched(tokens=8193, D=4096, H=14336)[0]
+
+
+@needs_gluon
+def test_dx_of_few_tokens_stays_in_the_launch_where_it_has_no_kernel_of_its_own():
+    """As with the rows of a table that knows of none."""
+    with settings.override("dual_dgrad", family="tma"):
+        assert launched(tokens=16)[0] == ["hidden_backward_small", "glu_grads_gluon"]
+    with settings.override("dgrad", family="pair"):
+        recorded, note = launched_of_two_layers(16, 1024, 4096)
+        assert [entry.name for entry in recorded] == ["hidden_backward_small", "glu_grads_gluon"]
+        assert note.backward[-1].startswith("dX, dW1 and dW2")
+    with settings.override("glu_grads", family="gluon"):
+        assert launched(tokens=16)[0] == ["hidden_backward_small", "glu_grads_gluon"]
 
 
 @needs_gluon
@@ -358,7 +372,7 @@ def test_weights_of_two_layers_share_a_launch_without_dx_for_few_tokens(case, dx
     assert names == ["glu_grads_gluon", *(["dual_dgrad_small"] if "small" in dx else [])]
     assert recorded[1].tiles.keys().isdisjoint((1, 3, 9))  # of dX
     if dx:  # of a note all gradients are wanted
-        assert note.backward[-2].startswith(dx) and note.backward[-1].startswith("dW1 and dW2 [gluon 128x128x64")
+        assert note.backward[-2].startswith("dW1 and dW2 [gluon 128x128x64") and note.backward[-1].startswith(dx)
         assert "wgrads: gluon" in note.settings and ("dgrad: small" in note.settings) is ("small" in dx)
 
 
@@ -379,4 +393,4 @@ def test_products_of_two_layers_stay_apart_elsewhere(case):
     recorded, note = launched_of_two_layers(**case)
     assert "glu_grads_gluon" not in [entry.name for entry in recorded]
     if "frozen" not in case:
-        assert note.backward[-3:] == ("cuBLAS dX", "cuBLAS dW1", "cuBLAS dW2") and "grads" not in note.settings
+        assert note.backward[-3:] == ("cuBLAS dW2", "cuBLAS dX", "cuBLAS dW1") and "grads" not in note.settings

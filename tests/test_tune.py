@@ -27,11 +27,12 @@ from fusedmlp.tune.candidates import (
     CUBLAS_MUST_SAVE,
     DTYPES,
     LAYERS,
+    LEVEL,
+    MUST_SAVE_OF_BUSY,
     NOT_TABLED,
     PAIR_IS_FREE,
     PAIR_MAY_SERVE,
     PAIR_MUST_SAVE,
-    PAIR_MUST_SAVE_OF_BUSY,
     PASS,
     choose,
 )
@@ -73,12 +74,12 @@ def test_a_pair_must_save_its_launch_and_serves_some_ops(op: str):
     assert not takes_pair(must_save - 1)
     assert takes_pair(must_save + 1) is (op in PAIR_MAY_SERVE)
     # With few tokens the hidden layer that it holds is small; cuBLAS alone must save what its call costs the host.
-    few = CUBLAS_MUST_SAVE if op in PRODUCTS else must_save and PAIR_MUST_SAVE_OF_BUSY
-    assert takes_pair(few + 1, tokens=256) and not takes_pair(few - 1, tokens=256)
+    few = MUST_SAVE_OF_BUSY if op in PRODUCTS or must_save else 0.0
+    assert takes_pair(few + 0.1, tokens=256) and not takes_pair(few - 0.1, tokens=256)
     # Of a kernel that is over before the host has launched the next one it must save a launch.
     short = BUSY[PASS.get(op, "backward")] - 1
     few = CUBLAS_MUST_SAVE if op in PRODUCTS else must_save
-    assert not takes_pair(few - 1, tokens=256, fused=short) and takes_pair(few + 1, tokens=256, fused=short)
+    assert not takes_pair(few - 0.1, tokens=256, fused=short) and takes_pair(few + 0.1, tokens=256, fused=short)
     # In float32, where the heuristic takes cuBLAS everywhere, every op may.
     assert takes_pair(must_save + 1, torch.float32) and not takes_pair(must_save - 1, torch.float32)
 
@@ -87,6 +88,18 @@ def test_only_a_pair_that_may_serve_serves_alone():
     alone = choose("glu_backward", 512, BF16, [(PAIR, 9.0)])
     assert alone is not None and (alone.settings, alone.pair_us, alone.fused_us) == (PAIR, 9.0, None)
     assert choose("glu", 512, BF16, [(PAIR, 9.0)]) is None
+
+
+def test_of_level_kernels_for_small_batches_the_first_is_taken():
+    first, second = (replace(SMALL, family="small", block_n=n) for n in (64, 32))
+
+    def chosen(us: float, other: float = 9.0) -> Settings:
+        choice = choose("glu", 16, BF16, [(LARGE, other), (first, us), (second, 5.0)])
+        assert choice is not None and choice.us == {first: us, second: 5.0, LARGE: other}[choice.settings]
+        return choice.settings
+
+    assert chosen(5.0 + LEVEL - 0.01) == first and chosen(5.0 + LEVEL + 0.01) == second
+    assert chosen(5.0 + LEVEL - 0.01, other=4.9) == LARGE  # of another family, which is the fastest
 
 
 def test_candidates_suit_what_they_are_for():

@@ -214,6 +214,10 @@ def test_explain_shows_the_measured_ratio(tmp_path: Path):
         "forward: cuBLAS and a pointwise kernel: 0.93 of the fused kernel's time (measured at 1024 tokens)",
         "dgrad: two cuBLAS products: 0.62 of the fused kernel's time (measured at 2048 tokens)",
     )
+    tile = {"block_m": 16, "block_n": 64, "block_k": 64}
+    small = {"op": "down", "N": 768, "K": 3072, "M": 16, "settings": {"family": "small", **tile}}
+    rows_for_h100(tmp_path, {**BF16, **small, "us": 4.0, "pair_us": 5.0})
+    assert note(M=16).measured == ("down: cuBLAS: 1.25 of the fused kernel's time (measured)",)
     assert str(found).endswith("\n  ".join(["", *found.measured]))
 
 

@@ -119,20 +119,19 @@ def glu_forward(
     key = ("forward", tma, save, store_h, up_first)
     launch = plan.launches.get(key)
     if launch is None:
-        launch = plan.launches[key] = _glu_launch(
-            plan, settings, tma, up_first, x, gate_weight, up_weight, gate_bias, up_bias, h, save
-        )
+        strides = () if tma or warp_specialised else map(row_stride, (x, gate_weight, up_weight))
+        launch = _glu_launch(plan, settings, tma, up_first, x, gate_weight, up_weight, gate_bias, up_bias, h, save)
+        launch = plan.launches[key] = launch.of(M, H, D, *strides)
+    numbers = launch.numbers
     if tma:
         weights = (gate_weight, up_weight)
         h_like = gate_up if h is None else h
-        launch(plan.device_index, x, weights, gate_bias, up_bias, h_like, gate_up, gate_up, M, H, D)
+        launch(plan.device_index, x, weights, gate_bias, up_bias, h_like, gate_up, gate_up, *numbers)
     elif warp_specialised:
         h_like = gate_up if h is None else h
-        launch(plan.device_index, x, gate_weight, up_weight, gate_bias, up_bias, h_like, gate_up, gate_up, M, H, D)
+        launch(plan.device_index, x, gate_weight, up_weight, gate_bias, up_bias, h_like, gate_up, gate_up, *numbers)
     else:
-        strides = (row_stride(x), row_stride(gate_weight), row_stride(up_weight))
-        weights = (gate_weight, up_weight)
-        launch(plan.device_index, x, *weights, gate_bias, up_bias, h, gate_up, M, H, D, *strides)
+        launch(plan.device_index, x, gate_weight, up_weight, gate_bias, up_bias, h, gate_up, *numbers)
     return h, gate_up
 
 

@@ -73,11 +73,11 @@ def linear_act_small(
         flags = (activation, bias is not None, save_pre, plan.fast_math, plan.dot_precision)
         constants = (*block, *flags, dependent, triggers(plan, name))
         options = launch_options(settings) | ({"launch_pdl": True} if dependent else {})
-        return Launch(linear_small, settings.parts * tiles_of(settings, M, N), constants, **options)
+        launch = Launch(linear_small, settings.parts * tiles_of(settings, M, N), constants, **options)
+        return launch.of(M, N, K, row_stride(x), row_stride(weight))
 
     launch = prepared(plan, (name, activation, save_pre), make)
-    strides = (row_stride(x), row_stride(weight))
-    launch(plan.device_index, x, weight, bias, y, pre, partial, counters, M, N, K, *strides)
+    launch(plan.device_index, x, weight, bias, y, pre, partial, counters, *launch.numbers)
     return y, pre
 
 
@@ -121,10 +121,11 @@ def hidden_backward(
         flags = (gated, act.name, act.saves == "output", store_h, bias_grad, out_bias_grad)
         programs = ceil_div(N, settings.block_n) + (ceil_div(K, 128) if out_bias_grad else 0)
         constants = (*block, *flags, plan.fast_math, plan.dot_precision)
-        return Launch(hidden_backward_small, programs, constants, **launch_options(settings))
+        launch = Launch(hidden_backward_small, programs, constants, **launch_options(settings))
+        return launch.of(M, N, K, row_stride(weight))
 
     launch = prepared(plan, (name, "small", store_h, bias_grad, out_bias_grad), make)
-    launch(plan.device_index, gy, weight, saved, grad, h, db, dbu, dby, M, N, K, row_stride(weight))
+    launch(plan.device_index, gy, weight, saved, grad, h, db, dbu, dby, *launch.numbers)
     return grad, h, db, dbu, dby
 
 
@@ -146,9 +147,9 @@ def dual_dgrad(plan: Plan, dgate_up: Tensor, gate_weight: Tensor, up_weight: Ten
     def make() -> Launch:
         block = (settings.block_m, settings.block_n, settings.block_k, settings.parts)
         programs = settings.parts * tiles_of(settings, M, D)
-        return Launch(dual_dgrad_small, programs, (*block, plan.dot_precision), **launch_options(settings))
+        launch = Launch(dual_dgrad_small, programs, (*block, plan.dot_precision), **launch_options(settings))
+        return launch.of(M, D, H, row_stride(gate_weight), 0 if up_weight is None else row_stride(up_weight))
 
     launch = prepared(plan, ("dgrad", "small"), make)
-    strides = (row_stride(gate_weight), 0 if up_weight is None else row_stride(up_weight))
-    launch(plan.device_index, dgate_up, gate_weight, up_weight, dx, partial, counters, M, D, H, *strides)
+    launch(plan.device_index, dgate_up, gate_weight, up_weight, dx, partial, counters, *launch.numbers)
     return dx

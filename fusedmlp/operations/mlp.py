@@ -86,14 +86,14 @@ def backward(
         if grouped is not None:
             assert hidden is not None
             dx, dw1, dw2 = run.glu_grads.glu_grads(plan, grouped, gy, hidden, dpre, x, fc1, fc1)
-            del hidden
+            del hidden, kept, a
             if needs_x and dx is None:
                 dx = run.small.dgrad(plan, dpre, fc1)
             return dx, dw1, dw2, db1, db2
         if needs_w2:
             assert hidden is not None
             dw2 = torch.mm(gy.t(), hidden)  # first of the products: it is free before the others need room
-        del hidden
+        del hidden, kept, a
         dx = run.small.dgrad(plan, dpre, fc1) if needs_x else None
         dw1 = torch.mm(dpre.t(), run.common.as_rows(x, fc1.shape[1], tma=False)) if needs_w1 else None
     else:

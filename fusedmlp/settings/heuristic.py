@@ -54,7 +54,7 @@ def family(op: str, M: int, N: int, K: int, dtype: torch.dtype, tma: bool, gluon
         few, wide = M <= _GROUPED_WEIGHTS_UP_TO, N * K >= _GROUPED_WEIGHT and M <= _GROUPED_MEASURED_UP_TO
         return "gluon" if gluon and (few or (wide and op == "glu_weight_grads")) else "pair"
     if op in ("glu_grads", "mlp_grads"):
-        return "gluon" if gluon and _grouped(op, M, N, K) else "pair"
+        return "gluon" if gluon and _grouped(op, M, N * K) else "pair"
     if tma and M <= _small_up_to(op, N, K) and info.slug != "interpreter":
         return "small"
     if op in PRODUCTS:
@@ -82,10 +82,13 @@ def _small_up_to(op: str, N: int, K: int) -> int:
     return 64 if op in ("dual_dgrad", "dgrad") and _SMALL_DX[0] < N < _SMALL_DX[1] else _SMALL_UP_TO
 
 
-def _grouped(op: str, M: int, N: int, K: int) -> bool:
-    weight = N * K
-    if M <= _small_up_to("dgrad", K, N) and weight >= _GROUPED_WITHOUT_DX[op][M > 32]:
-        return False
+def dx_apart(op: str, M: int, weight: int) -> bool:
+    """Whether the launch for all products (glu_grads, mlp_grads) leaves dX of weights of this size (N K) to a kernel
+    for small batches, where there is one for these tokens."""
+    return M <= 64 and weight >= _GROUPED_WITHOUT_DX[op][M > 32]
+
+
+def _grouped(op: str, M: int, weight: int) -> bool:
     if M <= _GROUPED_FEW:
         return weight <= _GROUPED_FEW_WEIGHT[op]
     return M <= (_GROUPED_NARROW_UP_TO if weight <= _GROUPED_NARROW else _GROUPED_UP_TO)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CANDIDATES", "LAYERS", "Machine", "TuneError", "TuneReport", "tune"]
 
-TOKENS = (1, 16, 128, 1024, 8192)
+TOKENS = (1, 16, 32, 64, 128, 1024, 8192)
 # A row may be a compilation of its kernel, and new sequence lengths must meet few of them.
 MAX_TOKENS = 8
 Measure = Callable[[str, int, int, int, str], "Measured"]  # op, M, D, H, dtype

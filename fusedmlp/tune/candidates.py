@@ -22,16 +22,16 @@ PAIR_MAY_SERVE = ("glu_backward", "dual_dgrad", "glu_grads", "glu_weight_grads",
 PAIR_MAY_SERVE_TOKENS = 256  # at most: there a hidden layer more is small beside the weights, for any op
 # A call of cuBLAS costs the host so much more than one launch of a program (15 to 25 against 5 were seen) that with few
 # tokens, while the host is what waits, it must save this of a product.
-CUBLAS_MUST_SAVE, CUBLAS_TOKENS = 2.0, 256
+CUBLAS_MUST_SAVE, CUBLAS_TOKENS = 1.5, 256
 # A kernel that takes so long, in microseconds, keeps the device busy longer than the host needs for the pair: at two
 # kernels a forward and three or four a backward, of which the host needs 30 to 60 and 130 to 250 (bench/host.py). With
-# few tokens, which is where cuBLAS reads weights the faster, the pair must then save this much.
+# few tokens, which is where cuBLAS reads weights the faster, the pair (or cuBLAS alone) must then save this much.
 BUSY = {"forward": 15.0, "backward": 40.0}
-PAIR_MUST_SAVE_OF_BUSY = 2.0
+MUST_SAVE_OF_BUSY = 1.0
 # Of these the pair need not pay for itself. Three separate products against one launch: where they are the faster the
 # device is busy long enough to hide the host. A product: cuBLAS alone is one launch too (but see above).
 PAIR_IS_FREE = ("glu_grads", *PRODUCTS)
-LEVEL = 1.02
+LEVEL = 0.15  # microseconds that tell no two kernels for small batches apart
 # Not in tables: they win in a window of tokens, which rows that stand for ranges do not describe. See the heuristic.
 NOT_TABLED = ("glu_grads", "glu_weight_grads")
 
@@ -305,12 +305,12 @@ class Choice:
 
 def must_save(op: str, tokens: int, fused_us: float) -> float:
     """Microseconds that the pair must save of the fastest fused kernel, for what its launches cost the host."""
+    busy = fused_us >= BUSY[PASS.get(op, "backward")]
     if op in PRODUCTS and tokens <= CUBLAS_TOKENS:
-        return CUBLAS_MUST_SAVE
+        return MUST_SAVE_OF_BUSY if busy else CUBLAS_MUST_SAVE
     if op in PAIR_IS_FREE:
         return 0.0
-    busy = tokens <= PAIR_MAY_SERVE_TOKENS and fused_us >= BUSY[PASS.get(op, "backward")]
-    return PAIR_MUST_SAVE_OF_BUSY if busy else PAIR_MUST_SAVE
+    return MUST_SAVE_OF_BUSY if busy and tokens <= PAIR_MAY_SERVE_TOKENS else PAIR_MUST_SAVE
 
 
 def choose(op: str, tokens: int, dtype: torch.dtype, measured: Sequence[tuple[Settings, float]]) -> Choice | None:
@@ -324,7 +324,7 @@ def choose(op: str, tokens: int, dtype: torch.dtype, measured: Sequence[tuple[Se
     pairs = [(us, settings) for settings, us in measured if settings.family == "pair"]
     best = min(fused, key=lambda found: found[0], default=None)
     if best is not None and best[1].family == "small":
-        best = next(found for found in fused if found[1].family == "small" and found[0] <= best[0] * LEVEL)
+        best = next(found for found in fused if found[1].family == "small" and found[0] <= best[0] + LEVEL)
     pair = min(pairs, key=lambda found: found[0], default=None)
     pair_us = pair[0] if pair else None
     may_serve = op in PAIR_MAY_SERVE or tokens <= PAIR_MAY_SERVE_TOKENS or dtype == torch.float32

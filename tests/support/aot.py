@@ -89,6 +89,31 @@ class Report:
     launchable: bool
 
 
+def does_less(entry: Recorded, other: Recorded) -> bool:
+    """Whether a launch is another one with less to do: flags that are off, operands that are not there."""
+    if entry == other or (entry.kernel, entry.options) != (other.kernel, other.options):
+        return False
+    mine, theirs = dict(entry.constants), dict(other.constants)
+    left_out = {i for i, value in mine.items() if value is None}
+    # The activation is what a backward makes again, or need not: both are another kernel's.
+    flags = {i for i, name in enumerate(entry.kernel.arg_names) if name != "STORE_H"}
+    return theirs.keys() <= mine.keys() and all(
+        i in left_out
+        if i not in theirs
+        else value == theirs[i] or (i in flags and value is False and theirs[i] is True)
+        for i, value in mine.items()
+    )
+
+
+def most_to_do(recorded: list[Recorded]) -> list[Recorded]:
+    """Of kernels for small batches, which have many tiles: without those of a tile that do less than others, but for
+    one tile of each kernel, of which all are there."""
+    first = {entry.name: entry.tile for entry in reversed(recorded)}
+    few = [entry for entry in recorded if entry.name.endswith("_small") and entry.tile != first[entry.name]]
+    less = {entry for entry in few if any(does_less(entry, other) for other in few)}
+    return [entry for entry in recorded if entry not in less]
+
+
 def _type_of(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"*{_NAMES[value.dtype]}"

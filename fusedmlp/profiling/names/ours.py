@@ -33,12 +33,15 @@ KERNELS: dict[str, tuple[str, str, tuple[str, ...]]] = {
         *(f"{GLU}, {MLP}, {STACK}", "gradient of the hidden layer, activation's and bias gradients, for few tokens"),
         ("mm", "activation_backward", "sum"),
     ),
-    "dual_dgrad_small": (GLU, "dX over gate and up, for few tokens", ("mm", "mm", "add")),
+    "dual_dgrad_small": (f"{GLU}, {MLP}", "dX (over gate and up), for few tokens", ("mm", "mm", "add")),
     "hidden_backward_gluon": (
         *(f"{GLU}, {MLP}", "gradient of the hidden layer, activation's gradient, bias gradients"),
         ("mm", "activation_backward", "sum"),
     ),
-    "glu_grads_gluon": (GLU, "dX and weight gradients, several products in one launch", ("mm", "mm", "mm", "add")),
+    "glu_grads_gluon": (
+        *(f"{GLU}, {MLP}", "dX and weight gradients, several products in one launch"),
+        ("mm", "mm", "mm", "add"),
+    ),
     "dual_dgrad_tma": (GLU, "dX over gate and up", ("mm", "mm", "add")),
     "dual_dgrad_pointer": (GLU, "dX over gate and up", ("mm", "mm", "add")),
     "act_backward_tma": (f"{MLP}, {STACK}", "dX, activation's gradient, bias gradient", ("mm", "activation_backward")),

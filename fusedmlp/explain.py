@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import saving
-from .settings.types import PRODUCTS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -128,7 +127,7 @@ def _serving(plan: Plan) -> dict[str, Settings]:
             ours.pop(name, None)
         if "wgrads" in ours and ours["wgrads"].family == "pair":
             del ours["wgrads"]
-    for name in [name for name in ours if plan.asked[name][0] in PRODUCTS and ours[name].family == "pair"]:
+    for name in [name for name in ours if plan.is_product(name) and ours[name].family == "pair"]:
         del ours[name]  # cuBLAS alone
     return ours
 
@@ -148,9 +147,8 @@ def _measured(plan: Plan) -> tuple[str, ...]:
         row = plan.measured(name) if settings == plan.settings[name] else None
         if row is None or row.pair_ratio is None:
             continue
-        op = plan.asked[name][0]
-        pair = "two cuBLAS products" if op == "dual_dgrad" else "cuBLAS and a pointwise kernel"
-        pair = "cuBLAS" if op in PRODUCTS else pair
+        pair = "two cuBLAS products" if plan.asked[name][0] == "dual_dgrad" else "cuBLAS and a pointwise kernel"
+        pair = "cuBLAS" if plan.is_product(name) else pair
         at = "" if row.M == plan.M else f" at {row.M} tokens"
         found.append(f"{name}: {pair}: {row.pair_ratio:.2f} of the fused kernel's time (measured{at})")
     return tuple(found)

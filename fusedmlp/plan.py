@@ -17,6 +17,7 @@ from .settings import Settings
 from .settings.device import info
 from .settings.heuristic import dx_apart
 from .settings.tables import Row
+from .settings.types import PRODUCTS
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MIN_CAPABILITY = (8, 0)
@@ -81,6 +82,10 @@ class Plan:
             op, self.M, N, K, self.dtype, self.device, precision=self.precision, tma=tma
         )
         self.asked[name] = (op, N, K, tma)
+
+    def is_product(self, name: str) -> bool:
+        """Whether a kernel is a product alone, in whose place cuBLAS is one launch too."""
+        return self.asked[name][0] in PRODUCTS
 
     def measured(self, name: str) -> Row | None:
         """The row of a settings table that one kernel's settings come from; None where none of a table's do."""

@@ -138,9 +138,13 @@ def test_compiles_without_spills(case: Case, part: int, capfd: pytest.CaptureFix
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_kernels_for_small_batches_compile(case: Case, capfd: pytest.CaptureFixture[str]) -> None:
-    """Forced, since neither the heuristic nor a table need take them; what they do take is compiled above."""
-    compiled = set(recorded_for(case))
-    expect_clean([entry for entry in recorded_for(case, "small") if entry not in compiled], case.capability, capfd)
+    """Forced, since neither the heuristic nor a table need take them; what they do take is compiled above. Where they
+    take none, who forces them gets a tile for few tokens and one for more."""
+    compiled, recorded = set(recorded_for(case)), recorded_for(case, "small")
+    if not case.tma or case.dtype == torch.float32:
+        tiles = {entry.name: [e.tile for e in recorded if e.name == entry.name] for entry in recorded}
+        recorded = [entry for entry in recorded if entry.tile in (tiles[entry.name][0], tiles[entry.name][-1])]
+    expect_clean([entry for entry in recorded if entry not in compiled], case.capability, capfd)
 
 
 def expect_clean(recorded: list[Recorded], capability: int, capfd: pytest.CaptureFixture[str]) -> None:

@@ -127,9 +127,7 @@ def _serving(plan: Plan) -> dict[str, Settings]:
             ours.pop(name, None)
         if "wgrads" in ours and ours["wgrads"].family == "pair":
             del ours["wgrads"]
-    for name in [name for name in ours if plan.is_product(name) and ours[name].family == "pair"]:
-        del ours[name]  # cuBLAS alone
-    return ours
+    return {name: s for name, s in ours.items() if s.family != "pair" or not plan.is_product(name)}  # else cuBLAS alone
 
 
 def _settings(plan: Plan, name: str) -> Settings:
@@ -147,8 +145,10 @@ def _measured(plan: Plan) -> tuple[str, ...]:
         row = plan.measured(name) if settings == plan.settings[name] else None
         if row is None or row.pair_ratio is None:
             continue
-        pair = "two cuBLAS products" if plan.asked[name][0] == "dual_dgrad" else "cuBLAS and a pointwise kernel"
-        pair = "cuBLAS" if plan.is_product(name) else pair
+        if plan.is_product(name):
+            pair = "cuBLAS"
+        else:
+            pair = "two cuBLAS products" if plan.asked[name][0] == "dual_dgrad" else "cuBLAS and a pointwise kernel"
         at = "" if row.M == plan.M else f" at {row.M} tokens"
         found.append(f"{name}: {pair}: {row.pair_ratio:.2f} of the fused kernel's time (measured{at})")
     return tuple(found)

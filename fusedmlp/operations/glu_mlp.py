@@ -1,5 +1,5 @@
 """The gated MLP: two launches forward (gate, up and product; down), four backward (hidden; dX; dWgate/dWup; dWdown), or
-two where the last three are grouped."""
+three or two where the weights' gradients share a launch, with dX or without."""
 
 from __future__ import annotations
 

@@ -30,10 +30,10 @@ _GROUPED_UP_TO, _GROUPED_NARROW_UP_TO, _GROUPED_NARROW = 4096, 8192, 600 * 1536
 # With few tokens dX of larger weights stays out of it: its few tiles of long sums would keep the others waiting. So it
 # does from smaller weights on where it has a kernel for small batches: of up to 32 tokens and up to 64.
 _GROUPED_FEW, _GROUPED_FEW_WEIGHT = 128, {"glu_grads": _GROUPED_WEIGHT, "mlp_grads": 5120 * 14336}
+_GROUPED_WITHOUT_DX = {"glu_grads": (700 * 2048, _GROUPED_WEIGHT), "mlp_grads": (_GROUPED_WEIGHT, 2304 * 9216)}
 # Tiles of 128 x 128 in dX, up to which it has half as high ones: there are few, their sums are long, and they are what
 # the launch waits for.
 _GROUPED_LOW_TILES = 30
-_GROUPED_WITHOUT_DX = {"glu_grads": (700 * 2048, _GROUPED_WEIGHT), "mlp_grads": (_GROUPED_WEIGHT, 2304 * 9216)}
 # The weight gradients alone share a launch where dX stays out of it: of few tokens, and of wide weights.
 _GROUPED_WEIGHTS_UP_TO = 512
 _GROUPED_MEASURED_UP_TO = 8192  # tokens; at this many 1.5 to 4.5 % are left of what it saves
@@ -218,9 +218,11 @@ def _tiles(M: int, N: int, m: int, n: int) -> int:
 def _few(M: int, N: int) -> Settings | None:
     """Tiles for up to 256 tokens, of one weight that is neither read too often nor too wide: those of 64 x 32 are
     resident two at a time."""
-    if M <= 256 and _tiles(M, N, 64, 32) <= 264 and N <= 8448:
+    if M > 256:
+        return None
+    if _tiles(M, N, 64, 32) <= 264:
         return _tma(64, 32, 128, ctas=2)
-    return _tma(64, 64, 128, stages=3, ctas=2) if N < (20480 if M <= 64 else 8192) and M <= 256 else None
+    return _tma(64, 64, 128, stages=3, ctas=2) if N < (20480 if M <= 64 else 8192) else None
 
 
 def _linear_act(M: int, N: int, K: int) -> Settings:
@@ -271,11 +273,9 @@ def _glu_backward(M: int, N: int, K: int) -> Settings:
 
 
 def _act_backward(M: int, N: int, K: int) -> Settings:
-    if M <= 64 and (few := _few(M, N)):
-        return few
     if M <= 64:
-        return _tma(64, 128, 64, parts=2, ctas=2)
-    if M <= 256 and N < 8192 and _tiles(M, N, 64, 32) <= 264:
+        return _few(M, N) or _tma(64, 128, 64, parts=2, ctas=2)
+    if M <= 256 and _tiles(M, N, 64, 32) <= 264:
         return _tma(64, 32, 128, ctas=2)
     if _tiles(M, N, 64, 64) <= 264:
         return _tma(64, 64, 128, stages=3, ctas=2)

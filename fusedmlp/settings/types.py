@@ -14,8 +14,15 @@ GLUON_OPS = ("linear_act", "glu", "glu_backward", "act_backward", *GLUON_ONLY_OP
 PRODUCTS = ("down", "dgrad")
 
 # What has a kernel for small batches, and how many tokens those take.
-SMALL_TOKENS = {"glu": 64, "linear_act": 64, "down": 256, "glu_backward": 64, "act_backward": 64}
-SMALL_TOKENS |= {"dual_dgrad": 64, "dgrad": 64}
+SMALL_TOKENS = {
+    "glu": 64,
+    "linear_act": 64,
+    "down": 256,
+    "glu_backward": 64,
+    "act_backward": 64,
+    "dual_dgrad": 64,
+    "dgrad": 64,
+}
 SMALL_OPS = tuple(SMALL_TOKENS)
 
 # glu_grads: dX and all weight gradients of a gated MLP in one launch; glu_weight_grads: the latter alone; mlp_grads and

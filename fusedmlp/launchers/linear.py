@@ -89,7 +89,7 @@ def linear_act(
         x = as_rows(x, K, tma or warp_specialised)
     M = x.shape[0]
     if settings.family == "pair":
-        return _pair(plan, x, weight, bias, act)
+        return _pair(plan, x, weight, bias, act, save_pre)
     y = x.new_empty(M, N)
     pre = torch.empty_like(y) if save_pre else None
 
@@ -106,16 +106,18 @@ def linear_act(
     return y, pre
 
 
-def _pair(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None, act: Activation) -> tuple[Tensor, Tensor | None]:
+def _pair(
+    plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None, act: Activation, save_pre: bool
+) -> tuple[Tensor, Tensor | None]:
     pre = F.linear(x, weight, bias)
     if act.name == "identity":
         return pre, pre
-    return activate(plan, pre, act), pre
+    return (activate(plan, pre, act), pre) if save_pre else (activate(plan, pre, act, pre), None)
 
 
-def activate(plan: Plan, pre: Tensor, act: Activation) -> Tensor:
-    """``act(pre)``, pre contiguous."""
-    y = torch.empty_like(pre)
+def activate(plan: Plan, pre: Tensor, act: Activation, out: Tensor | None = None) -> Tensor:
+    """``act(pre)``, pre contiguous; ``out``: where to write it, which may be pre."""
+    y = torch.empty_like(pre) if out is None else out
     block = 2048
     launch = prepared(
         plan,

@@ -158,7 +158,8 @@ def run_ours(op: str, plan: Plan, p: Problem) -> Result:
     if op == "dgrad":
         return dgrad(plan, p.pre, p.gate)
     if op == "linear_act":
-        return linear_act(plan, "forward", p.x, p.gate, p.bias, act, True)[0]
+        # As in inference: what is kept besides, some activations' input, costs both the fused kernel and the pair.
+        return linear_act(plan, "forward", p.x, p.gate, p.bias, act, False)[0]
     return act_backward(plan, "backward", p.gy, p.down, p.pre, act, True, False, False)[0]
 
 

@@ -11,6 +11,7 @@ from support.spent_suite import SpentSuite, assert_same, grads, hidden
 from support.steady_sim import Table, simulated
 
 from fusedmlp import record, settings, steady
+from fusedmlp.launchers import linear
 from fusedmlp.operations import OPERATIONS as LAUNCHES
 from fusedmlp.plan import Plan
 
@@ -76,3 +77,22 @@ def test_a_backward_that_is_captured_may_be_replayed(op):
                     ran = sum(p.runs for p in launcher.programs) - ran
                 assert torch.equal(kept, before) is captures
                 assert captures or ran or op == "linear_act"
+
+
+@pytest.mark.parametrize("activation", ["gelu", "relu"])
+def test_the_pair_works_in_place_where_nothing_is_kept(activation, family):
+    """Inference has one [M, N] tensor, not two; what a backward needs is written over by nobody."""
+    leaves, seen, plain = leaves_of("linear_act", torch.bfloat16, CPU), [], linear.activate
+
+    def watched(plan, pre, act, out=None):
+        seen.append(out is pre)
+        return plain(plan, pre, act, out)
+
+    with mock.patch.object(linear, "activate", watched):
+        inference, training = (
+            OPERATIONS["linear_act"].fused(given, activation) for given in (leaves, requiring(leaves))
+        )
+    # Of ReLU the output alone is kept.
+    assert seen == ([True, activation == "relu"] if family == "pair" else [])
+    assert torch.equal(inference, training)
+    torch.testing.assert_close(inference, OPERATIONS["linear_act"].plain(leaves, activation), rtol=2e-2, atol=2e-2)

@@ -109,11 +109,10 @@ def does_less(entry: Recorded, other: Recorded) -> bool:
     )
 
 
-def most_to_do(recorded: list[Recorded]) -> list[Recorded]:
-    """Of kernels for small batches, which have many tiles: without those of a tile that do less than others, but for
-    one tile of each kernel, of which all are there."""
-    first = {entry.name: entry.tile for entry in reversed(recorded)}
-    few = [entry for entry in recorded if entry.name.endswith("_small") and entry.tile != first[entry.name]]
+def most_to_do(recorded: list[Recorded], first_whole: bool) -> list[Recorded]:
+    """Without the launches that do less than others. ``first_whole``: of one tile of each kernel all are there."""
+    first = {entry.name: entry.tile for entry in reversed(recorded)} if first_whole else {}
+    few = [entry for entry in recorded if entry.tile != first.get(entry.name)]
     less = {entry for entry in few if any(does_less(entry, other) for other in few)}
     return [entry for entry in recorded if entry not in less]
 

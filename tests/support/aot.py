@@ -67,8 +67,11 @@ class Recorded:
     def tile(self) -> tuple[int | None, ...]:
         """Of a matrix product: block_m, block_n, block_k, group, parts, warps, stages; None what a kernel lacks."""
         names, options = self.named_constants, dict(self.options)
-        block = (names.get(name) for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K", "GROUP", "PARTS"))
-        return (*block, options["num_warps"], options.get("num_stages"))
+        block = [names.get(name) for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K")]
+        if self.name in ("hidden_forward_gluon", "hidden_backward_gluon"):  # their descriptors tell the block
+            rows, weight = self.tiles[0].block, self.tiles[1].block
+            block = [rows[0], weight[0 if "forward" in self.name else 1], rows[1]]
+        return (*block, names.get("GROUP"), names.get("PARTS"), options["num_warps"], options.get("num_stages"))
 
     def __str__(self) -> str:
         shown = ",".join(f"{k}={v}" for k, v in self.named_constants.items() if k.isupper() and v is not None)
@@ -94,19 +97,21 @@ def does_less(entry: Recorded, other: Recorded) -> bool:
     if entry == other or (entry.kernel, entry.options) != (other.kernel, other.options):
         return False
     mine, theirs = dict(entry.constants), dict(other.constants)
-    left_out = {i for i, value in mine.items() if value is None}
-    # Exact GELU needs more registers than the approximation. A backward makes the activation again, or need not:
-    # neither does less.
-    exact = {"gelu_tanh": "gelu"}
-    flags = {i for i, name in enumerate(entry.kernel.arg_names) if name != "STORE_H"}
-    return theirs.keys() <= mine.keys() and all(
-        i in left_out
-        if i not in theirs
-        else value == theirs[i]
-        or exact.get(value) == theirs[i]
-        or (i in flags and value is False and theirs[i] is True)
-        for i, value in mine.items()
-    )
+    typed = range(len(entry.signature))
+    if any(i not in mine and entry.signature[i] != other.signature[i] for i in typed):
+        return False  # of other blocks, or numbers that are constant there
+    if not theirs.keys() <= mine.keys() or not set(entry.divisible) <= set(other.divisible):
+        return False
+
+    def is_less(i: int) -> bool:
+        if i not in theirs or mine[i] == theirs[i]:
+            return i in theirs or mine[i] is None
+        if entry.kernel.arg_names[i] == "STORE_H":  # made again, or not: neither is less to do
+            return False
+        exact = (mine[i], theirs[i]) == ("gelu_tanh", "gelu")  # the exact one needs more registers
+        return exact or (mine[i] is False and theirs[i] is True)
+
+    return all(map(is_less, mine))
 
 
 def most_to_do(recorded: list[Recorded], first_whole: bool) -> list[Recorded]:

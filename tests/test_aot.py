@@ -4,6 +4,7 @@ parameters that the compiled launcher knows."""
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib.resources import files
@@ -13,7 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
-from support.aot import DEVICES, SHARED_MEMORY, Recorded, compile_for, most_to_do, pretended
+from support.aot import DEVICES, SHARED_MEMORY, Recorded, compile_for, most_to_do, pretended, ptx_for
 from support.gluon import needs_gluon
 
 from fusedmlp import functional, settings
@@ -179,6 +180,17 @@ def test_grouped_products_compile_without_spills(dtype: torch.dtype, capfd: pyte
             found += [entry for entry in recorded if entry.name == "glu_grads_gluon"]
     assert len(found) == 4
     expect_clean(found, 90, capfd)
+
+
+def test_pointwise_kernels_move_vectors() -> None:
+    """Their time is that of memory: one value of 16 bits an access takes twice as long."""
+    with settings.override(family="pair"), pretended(DEVICES["nvidia-h200"]) as recorded:
+        _run_all(torch.bfloat16, 129, 768, 3072, "gelu", False, True)
+        found = [entry for entry in recorded if entry.name in ("act_forward", "glu_act_forward", *PAIRED)]
+    assert len({entry.name for entry in found}) == 4
+    for entry in found:
+        accesses = re.findall(r"(?:ld|st)\.global[.\w]*", ptx_for(entry, 90))
+        assert accesses and not [access for access in accesses if access.endswith(".b16")], f"{entry}: {accesses}"
 
 
 def answers(case: Case) -> set[tuple[str, Settings]]:

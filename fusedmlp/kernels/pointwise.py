@@ -10,9 +10,12 @@ from .activations import activate, activate_grad, grad_through, times_derivative
 from .common import finish_column_sums, grid_barrier, round_as_stored, store_partial
 
 
-@triton.jit(do_not_specialize=["elements"])
+@triton.jit
 def act_forward(pre_ptr, y_ptr, elements, BLOCK: tl.constexpr, ACT: tl.constexpr, FAST_MATH: tl.constexpr):
-    """y = act(pre), both contiguous with ``elements`` values."""
+    """y = act(pre), both contiguous with ``elements`` values. y may be pre: a thread stores what it loaded.
+
+    Whether 16 divides the elements is compiled in: without that the mask may end anywhere, and each value is a load.
+    """
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < elements
     pre = tl.load(pre_ptr + at, mask=mask, other=0.0).to(tl.float32)

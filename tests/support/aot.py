@@ -208,20 +208,27 @@ def _source(entry: Recorded) -> Any:
     return kind(kernel, signature, constants, attributes)
 
 
+def _compiled(entry: Recorded, capability: int) -> Any:
+    return triton.compile(_source(entry), target=GPUTarget("cuda", capability, 32), options=dict(entry.options))
+
+
 def cubin_for(entry: Recorded, capability: int) -> bytes:
     """The machine code of one recorded launch."""
-    target = GPUTarget("cuda", capability, 32)
-    return bytes(triton.compile(_source(entry), target=target, options=dict(entry.options)).asm["cubin"])
+    return bytes(_compiled(entry, capability).asm["cubin"])
+
+
+def ptx_for(entry: Recorded, capability: int) -> str:
+    """Its assembly, as it is handed to ptxas."""
+    return str(_compiled(entry, capability).asm["ptx"])
 
 
 def compile_for(entry: Recorded, capability: int, capfd: Any) -> Report:
     """Compile one recorded launch; the log of ptxas is read from stdout, through pytest's ``capfd``."""
-    source = _source(entry)
     capfd.readouterr()
     with knobs.nvidia.scope(), knobs.compilation.scope():
         knobs.nvidia.dump_ptxas_log = True
         knobs.compilation.always_compile = True
-        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(entry.options))
+        compiled = _compiled(entry, capability)
     log = capfd.readouterr().out
     registers = [int(n) for n in re.findall(r"Used (\d+) registers", log)]
     if not registers:

@@ -22,7 +22,7 @@ def tma_dtype(dtype: torch.dtype) -> bool:
 _PAIR_FROM = {"glu_backward": 3e10}
 # Tiles of 128 x 128 that keep the warp-specialised kernels' programs busy: two warpgroups each, on 132 multiprocessors.
 _GLUON_FROM = {"glu": 64, "glu_backward": 128, "linear_act": 130, "act_backward": 128}
-_GLUON_TOKENS = {"glu": 256, "glu_backward": 64, "linear_act": 256, "act_backward": 64}  # more than
+_GLUON_TOKENS = {"glu": 256, "glu_backward": 64, "linear_act": 128, "act_backward": 64}  # more than
 _GROUPED_WEIGHT = 1024 * 4096  # (N K) from this size on weights are wide
 # Tokens up to which the three products after the backward to a hidden layer share a launch (whole steps of
 # bench/steps.py): above, each of them fills the device by itself, those of narrow weights later.
@@ -37,6 +37,9 @@ _GROUPED_LOW_TILES = 30
 # The weight gradients alone share a launch where dX stays out of it: of few tokens, and of wide weights.
 _GROUPED_WEIGHTS_UP_TO = 512
 _GROUPED_MEASURED_UP_TO = 8192  # tokens; at this many 1.5 to 4.5 % are left of what it saves
+# Of some hundred tokens, whose tiles of 128 x 128 leave much of the last wave idle, cuBLAS has tiles that do not: its
+# product and an activation in place are faster from this ratio of waves on, whole over used.
+_PAIR_TOKENS, _PAIR_WAVES = (128, 512), 1.3
 # For few tokens cuBLAS reads weights of this size (N K) so much faster that it makes up for a launch more.
 _STREAMED_BY_CUBLAS = {"linear_act": 1.6e7, "glu_backward": 5.5e7, "act_backward": 5.5e7}
 # Tokens up to which the kernels for small batches serve an operation in 16 bits: they have tiles of 16 and 32 tokens.
@@ -57,7 +60,7 @@ def family(op: str, M: int, N: int, K: int, dtype: torch.dtype, tma: bool, gluon
         return "gluon" if gluon and _grouped(op, M, N * K) else "pair"
     if tma and M <= _small_up_to(op, N, K) and info.slug != "interpreter":
         return "small"
-    if op in PRODUCTS:
+    if op in PRODUCTS or (gluon and op == "linear_act" and _ends_in_an_idle_wave(M, N, info.sms)):
         return "pair"
     if gluon and M > _GLUON_TOKENS[op] and _tiles(M, N, 128, 128) >= _GLUON_FROM[op]:
         return "gluon"
@@ -74,6 +77,12 @@ def family(op: str, M: int, N: int, K: int, dtype: torch.dtype, tma: bool, gluon
     if M <= 32 and N * K >= _STREAMED_BY_CUBLAS.get(op, float("inf")):
         return "pair"
     return "tma" if tma else "pointer"
+
+
+def _ends_in_an_idle_wave(M: int, N: int, sms: int) -> bool:
+    tiles = _tiles(M, N, 128, 128)
+    waves = -(-tiles // sms)
+    return _PAIR_TOKENS[0] < M <= _PAIR_TOKENS[1] and waves > 1 and waves * sms >= _PAIR_WAVES * tiles
 
 
 def _small_up_to(op: str, N: int, K: int) -> int:
@@ -199,7 +208,7 @@ def _gluon(op: str, M: int, N: int, K: int) -> Settings:
         return Settings("gluon", 128, 128, 64, parts=2, warps=4, stages=5 if M <= 256 else 6)
     tiles = _tiles(M, N, 128, 128)
     if op == "linear_act":
-        return Settings("gluon", 64 if tiles < 250 else 128, 128, 64, parts=2, warps=4, stages=6)
+        return Settings("gluon", 64 if tiles < 250 and M > 256 else 128, 128, 64, parts=2, warps=4, stages=6)
     if op in ("glu_backward", "act_backward"):
         low = M <= 64 or (150 <= tiles < 200 and M > 256)
         parts = 2 if M <= 64 or (tiles < 200 and op == "act_backward") else 4
@@ -231,6 +240,8 @@ def _linear_act(M: int, N: int, K: int) -> Settings:
     if M <= 256:
         if M <= 64 or 12288 <= N < 20480:
             return _tma(64, 128, 64, ctas=2)
+        if M > 128 and 5120 <= N <= 8448:
+            return _tma(64, 128, 64, ctas=2)  # a wave of 132 of them, two at a time
         return _tma(64, 64, 64, ctas=3) if N < 12288 else _tma(128, 128, 64, parts=2, stages=3, ctas=2)
     if _tiles(M, N, 128, 128) < 200:
         return _tma(64, 64, 64, ctas=3) if _tiles(M, N, 64, 64) <= 396 else _tma(64, 128, 64, ctas=2)

@@ -18,7 +18,7 @@ from ..settings.types import GLUON_ONLY_OPS, PRODUCTS, SMALL_TOKENS, Settings
 # 768 -> 3072, the pair would save 22 in the gated backward, and stays unused.
 PAIR_MUST_SAVE = 25.0
 # The table may take it where it holds no more memory than eager does; elsewhere it is measured to be compared with.
-PAIR_MAY_SERVE = ("glu_backward", "dual_dgrad", "glu_grads", "glu_weight_grads", *PRODUCTS)
+PAIR_MAY_SERVE = ("glu_backward", "dual_dgrad", "glu_grads", "glu_weight_grads", "linear_act", *PRODUCTS)
 PAIR_MAY_SERVE_TOKENS = 256  # at most: there a hidden layer more is small beside the weights, for any op
 # A call of cuBLAS costs the host so much more than one launch of a program (15 to 25 against 5 were seen) that with few
 # tokens, while the host is what waits, it must save this of a product.
@@ -28,6 +28,9 @@ CUBLAS_MUST_SAVE, CUBLAS_TOKENS = 1.5, 256
 # few tokens, which is where cuBLAS reads weights the faster, the pair (or cuBLAS alone) must then save this much.
 BUSY = {"forward": 15.0, "backward": 40.0}
 MUST_SAVE_OF_BUSY = 1.0
+# With more tokens the activation's own kernel has more to move, and other activations than the measured one still more:
+# the pair of a first layer must then save this share as well.
+PAIR_MUST_SAVE_SHARE = 0.05
 # Of these the pair need not pay for itself. Three separate products against one launch: where they are the faster the
 # device is busy long enough to hide the host. A product: cuBLAS alone is one launch too (but see above).
 PAIR_IS_FREE = ("glu_grads", *PRODUCTS)
@@ -310,7 +313,11 @@ def must_save(op: str, tokens: int, fused_us: float) -> float:
         return MUST_SAVE_OF_BUSY if busy else CUBLAS_MUST_SAVE
     if op in PAIR_IS_FREE:
         return 0.0
-    return MUST_SAVE_OF_BUSY if busy and tokens <= PAIR_MAY_SERVE_TOKENS else PAIR_MUST_SAVE
+    if busy and tokens <= PAIR_MAY_SERVE_TOKENS:
+        return MUST_SAVE_OF_BUSY
+    if busy and op == "linear_act":
+        return max(MUST_SAVE_OF_BUSY, PAIR_MUST_SAVE_SHARE * fused_us)
+    return PAIR_MUST_SAVE
 
 
 def choose(op: str, tokens: int, dtype: torch.dtype, measured: Sequence[tuple[Settings, float]]) -> Choice | None:

@@ -52,10 +52,10 @@ FORWARD: dict[str, dict[str, Plan]] = {
         "gate and up by cuBLAS": {"glu": PAIR},
     },
     "mlp_relu": {
-        "first layer ping-pong": {"linear_act": gluon(128, 128, 64, 2, 4, 6)},
-        "first layer cooperative": {"linear_act": gluon(128, 256, 64, 4, 8, 4)},
-        "first layer 128x256": {"linear_act": tma(128, 256, 64, 2, 8, 4, 1)},
-        "first layer by cuBLAS": {"linear_act": PAIR},
+        "first layer ping-pong": {"linear_relu": gluon(128, 128, 64, 2, 4, 6)},
+        "first layer cooperative": {"linear_relu": gluon(128, 256, 64, 4, 8, 4)},
+        "first layer 128x256": {"linear_relu": tma(128, 256, 64, 2, 8, 4, 1)},
+        "first layer by cuBLAS": {"linear_relu": PAIR},
     },
 }
 STEP: dict[str, dict[str, Plan]] = {

@@ -61,6 +61,7 @@ class Plan:
         self.calls: dict[str, int] = {}  # that went the long way, by their kind; to write one of them down (steady.py)
         self.attempts = 0
         self.rows = False  # x is a [M, K] that every kernel can read where it lies
+        self.biased: tuple[bool, ...] = ()  # whether each layer has a bias
         self.packed = True  # no weight has room between its rows
         self.pairs = False  # gate and up have one row stride, so that one descriptor may span them
         # Approximate tanh and exp where the result is rounded to 16 bits; the interpreter has no inline assembly.
@@ -86,6 +87,17 @@ class Plan:
     def is_product(self, name: str) -> bool:
         """Whether a kernel is a product alone, in whose place cuBLAS is one launch too."""
         return self.asked[name][0] in PRODUCTS
+
+    def first_layer(self, layer: int = 0) -> str:
+        """The op of a layer that ends in the activation: ``"linear_relu"`` where cuBLAS has bias and ReLU in an
+        epilogue that keeps NaN as PyTorch does, which was seen of its kernels for Hopper."""
+        relu = self.activation.name == "relu" and layer < len(self.biased) and self.biased[layer]
+        hopper = self.device.type != "cpu" and info(self.device).has_wgmma
+        return "linear_relu" if relu and hopper and self.aligned and self.dtype != torch.float32 else "linear_act"
+
+    def by_cublas(self, name: str) -> bool:
+        """Whether a kernel with an activation is one launch of cuBLAS."""
+        return self.asked[name][0] == "linear_relu" and self.settings[name].family == "pair"
 
     def measured(self, name: str) -> Row | None:
         """The row of a settings table that one kernel's settings come from; None where none of a table's do."""
@@ -155,6 +167,7 @@ def _make(
     plan.rows = x.dim() == 2 and x.is_contiguous() and x.data_ptr() % 16 == 0
     plan.packed = all(w.stride(0) == w.shape[1] or w.shape[0] <= 1 for w in weights if w.dim() == 2)
     plan.pairs = op == "glu_mlp" and weights[0].stride() == weights[1].stride()
+    plan.biased = tuple(b is not None for b in biases)
     plan.eager_reason = why_eager(x, M, weights, biases)
     if op == "linear_act" and activation.name == "identity" and plan.eager_reason is None:
         plan.eager_reason = "a linear layer alone is one launch of cuBLAS already"
@@ -163,7 +176,8 @@ def _make(
 
         plan.launchers = launchers
         _CHOOSE[op](plan)
-        if op == "linear_act" and plan.settings["forward"].family == "pair" and not _pair_is_forced():
+        pair = op == "linear_act" and plan.settings["forward"].family == "pair"
+        if pair and not plan.by_cublas("forward") and not _pair_is_forced():
             plan.eager_reason = "cuBLAS is the fastest here, and beside it PyTorch's activation is no launch more"
     return plan
 
@@ -229,7 +243,7 @@ def _aligned(x: Tensor, weights: Sequence[Tensor]) -> bool:
 
 def _choose_linear_act(plan: Plan) -> None:
     K, N = plan.widths
-    plan.choose("forward", "linear_act", N, K)
+    plan.choose("forward", plan.first_layer(), N, K)
 
 
 def _choose_glu_mlp(plan: Plan) -> None:
@@ -247,7 +261,7 @@ def _choose_glu_mlp(plan: Plan) -> None:
 
 def _choose_mlp(plan: Plan) -> None:
     D, H, D_out = plan.widths
-    plan.choose("forward", "linear_act", H, D)
+    plan.choose("forward", plan.first_layer(), H, D)
     plan.choose("down", "down", D_out, H)
     plan.choose("backward", "act_backward", H, D_out)
     # One descriptor for each half of the hidden layer.
@@ -269,7 +283,7 @@ def _choose_relu_mlp(plan: Plan) -> None:
     if plan.packed and stack_fits(plan):
         plan.choose("stack", "relu_stack", max(plan.widths[1:]), max(plan.widths))
     for i, (K, N) in enumerate(zip(plan.widths, plan.widths[1:])):
-        plan.choose(f"forward.{i}", "linear_act", N, K)
+        plan.choose(f"forward.{i}", plan.first_layer(i), N, K)
         if i:
             plan.choose(f"backward.{i}", "act_backward", K, N)
 

@@ -227,6 +227,7 @@ SMALL_KERNELS = {
 
 def is_compiled(op: str, wanted: Settings, recorded: list[Recorded]) -> bool:
     tile = (wanted.block_m, wanted.block_n, wanted.block_k, wanted.group, wanted.parts, wanted.warps, wanted.stages)
+    op = "linear_act" if op == "linear_relu" else op
     name = op if op == "relu_stack" else f"{op}_{wanted.family}"
     if wanted.family == "small":
         name = SMALL_KERNELS[op]

@@ -22,6 +22,7 @@ from fusedmlp.settings.device import DeviceInfo
 from fusedmlp.settings.types import GLUON_ONLY_OPS, GLUON_OPS, OPS, PRODUCTS, SMALL_OPS, SMALL_TOKENS, Settings
 from fusedmlp.tune import Machine, TuneError, candidates, files, measure, progress
 from fusedmlp.tune.candidates import (
+    ALONE,
     BUSY,
     CANDIDATES,
     CUBLAS_MUST_SAVE,
@@ -77,11 +78,11 @@ def test_a_pair_must_save_its_launch_and_serves_some_ops(op: str):
     assert not takes_pair(must_save - 1)
     assert takes_pair(must_save + 1) is (op in PAIR_MAY_SERVE)
     # With few tokens the hidden layer that it holds is small; cuBLAS alone must save what its call costs the host.
-    few = MUST_SAVE_OF_BUSY if op in PRODUCTS or must_save else 0.0
+    few = MUST_SAVE_OF_BUSY if op in ALONE or must_save else 0.0
     assert takes_pair(few + 0.1, tokens=256) and not takes_pair(few - 0.1, tokens=256)
     # Of a kernel that is over before the host has launched the next one it must save a launch.
     short = BUSY[PASS.get(op, "backward")] - 1
-    few = CUBLAS_MUST_SAVE if op in PRODUCTS else 0.0 if op in PAIR_IS_FREE else PAIR_MUST_SAVE
+    few = CUBLAS_MUST_SAVE if op in ALONE else 0.0 if op in PAIR_IS_FREE else PAIR_MUST_SAVE
     assert not takes_pair(few - 0.1, tokens=256, fused=short) and takes_pair(few + 0.1, tokens=256, fused=short)
     # In float32, where the heuristic takes cuBLAS everywhere, every op may.
     assert takes_pair(must_save + 1, torch.float32) and not takes_pair(must_save - 1, torch.float32)

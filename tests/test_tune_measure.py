@@ -56,6 +56,7 @@ def test_pytorchs_result_is_that_of_autograd(op: str):
             "down": p.h @ p.down.t(),
             "glu": gelu(p.x @ p.gate.t()) * (p.x @ p.up.t()),
             "linear_act": gelu(p.x @ p.gate.t() + p.bias),
+            "linear_relu": torch.relu(p.x @ p.gate.t() + p.bias),
             "dgrad": p.pre @ p.gate,
             "dual_dgrad": p.dgate_up[:, :H] @ p.gate + p.dgate_up[:, H:] @ p.up,
         }[op]

@@ -89,6 +89,8 @@ def linear_act(
         x = as_rows(x, K, tma or warp_specialised)
     M = x.shape[0]
     if settings.family == "pair":
+        if bias is not None and plan.by_cublas(name):
+            return torch._addmm_activation(bias, x, weight.t()), None
         return _pair(plan, x, weight, bias, act, save_pre)
     y = x.new_empty(M, N)
     pre = torch.empty_like(y) if save_pre else None

@@ -56,10 +56,9 @@ def overridden() -> tuple[tuple[str, Any], ...]:
 
 
 def forced(op: str) -> dict[str, Any]:
-    """The forced fields of an op, the latest of each."""
-    return {
-        name.rpartition(".")[2]: value for name, value in overridden() if "." not in name or name.startswith(f"{op}.")
-    }
+    """The forced fields of an op, the latest of each; what is forced of linear_act is so of linear_relu."""
+    of = (f"{op}.", "linear_act.") if op == "linear_relu" else f"{op}."
+    return {name.rpartition(".")[2]: value for name, value in overridden() if "." not in name or name.startswith(of)}
 
 
 def _check_op(op: str) -> None:

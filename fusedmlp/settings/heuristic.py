@@ -40,6 +40,8 @@ _GROUPED_MEASURED_UP_TO = 8192  # tokens; at this many 1.5 to 4.5 % are left of 
 # Of some hundred tokens, whose tiles of 128 x 128 leave much of the last wave idle, cuBLAS has tiles that do not: its
 # product and an activation in place are faster from this ratio of waves on, whole over used.
 _PAIR_TOKENS, _PAIR_WAVES = (128, 512), 1.3
+# ReLU and a bias cuBLAS has in its epilogue: up to so many tokens it is the faster there, from this weight (N K) on.
+_RELU_BY_CUBLAS_UP_TO, _RELU_BY_CUBLAS_WEIGHT = 1024, 3e6
 # For few tokens cuBLAS reads weights of this size (N K) so much faster that it makes up for a launch more.
 _STREAMED_BY_CUBLAS = {"linear_act": 1.6e7, "glu_backward": 5.5e7, "act_backward": 5.5e7}
 # Tokens up to which the kernels for small batches serve an operation in 16 bits: they have tiles of 16 and 32 tokens.
@@ -53,6 +55,9 @@ _SMALL_DOWN_UP_TO, _SMALL_DOWN_WEIGHT = 256, 1024 * 4096
 def family(op: str, M: int, N: int, K: int, dtype: torch.dtype, tma: bool, gluon: bool, info: DeviceInfo) -> str:
     if op == "relu_stack":
         return "pointer"
+    if op == "linear_relu":
+        few = M <= _SMALL_UP_TO or M > _RELU_BY_CUBLAS_UP_TO or N * K < _RELU_BY_CUBLAS_WEIGHT
+        return family("linear_act", M, N, K, dtype, tma, gluon, info) if few or not gluon else "pair"
     if op in ("glu_weight_grads", "mlp_weight_grads"):
         few, wide = M <= _GROUPED_WEIGHTS_UP_TO, N * K >= _GROUPED_WEIGHT and M <= _GROUPED_MEASURED_UP_TO
         return "gluon" if gluon and (few or (wide and op == "glu_weight_grads")) else "pair"
@@ -110,6 +115,8 @@ def settings(
     and smaller tiles keep those in registers."""
     if op == "relu_stack":
         return _relu_stack(dtype, aligned)
+    if op == "linear_relu":
+        return settings("linear_act", M, N, K, dtype, family, info, aligned)
     if family == "pair":
         return Settings("pair")
     if family == "gluon":

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 FAMILIES = ("gluon", "tma", "pointer", "pair", "small")
 # What has no kernel of ours but a Gluon one ("pair" means the separate launches that it stands for); what has one.
 GLUON_ONLY_OPS = ("glu_grads", "glu_weight_grads", "mlp_grads", "mlp_weight_grads")
-GLUON_OPS = ("linear_act", "glu", "glu_backward", "act_backward", *GLUON_ONLY_OPS)
+GLUON_OPS = ("linear_act", "linear_relu", "glu", "glu_backward", "act_backward", *GLUON_ONLY_OPS)
 # Products alone, that have a kernel for small batches; else "pair" is cuBLAS.
 PRODUCTS = ("down", "dgrad")
 
@@ -17,6 +17,7 @@ PRODUCTS = ("down", "dgrad")
 SMALL_TOKENS = {
     "glu": 64,
     "linear_act": 64,
+    "linear_relu": 64,
     "down": 256,
     "glu_backward": 64,
     "act_backward": 64,
@@ -27,6 +28,7 @@ SMALL_OPS = tuple(SMALL_TOKENS)
 
 # glu_grads: dX and all weight gradients of a gated MLP in one launch; glu_weight_grads: the latter alone; mlp_grads and
 # mlp_weight_grads: the same of two layers.
+# linear_relu: linear_act with ReLU and a bias, which cuBLAS has in an epilogue too: "pair" is then one launch of it.
 # dual_dgrad: dX over gate and up; dgrad: dX of two layers. down: the last product of an MLP.
 OPS = (*GLUON_OPS, "dual_dgrad", "relu_stack", *PRODUCTS)
 

@@ -13,12 +13,13 @@ import torch
 
 from ..settings.types import GLUON_ONLY_OPS, PRODUCTS, SMALL_TOKENS, Settings
 
+ALONE = ("linear_relu", *PRODUCTS)  # of these the pair is one launch of cuBLAS
 # cuBLAS and a pointwise kernel are one launch more than a fused kernel, which must pay for itself: about what a
 # call of cuBLAS costs the host (22 to 50 were seen), in microseconds. Set with the sweep in view: at 8192 tokens,
 # 768 -> 3072, the pair would save 22 in the gated backward, and stays unused.
 PAIR_MUST_SAVE = 25.0
 # The table may take it where it holds no more memory than eager does; elsewhere it is measured to be compared with.
-PAIR_MAY_SERVE = ("glu_backward", "dual_dgrad", "glu_grads", "glu_weight_grads", "linear_act", *PRODUCTS)
+PAIR_MAY_SERVE = ("glu_backward", "dual_dgrad", "glu_grads", "glu_weight_grads", "linear_act", *ALONE)
 PAIR_MAY_SERVE_TOKENS = 256  # at most: there a hidden layer more is small beside the weights, for any op
 # A call of cuBLAS costs the host so much more than one launch of a program (15 to 25 against 5 were seen) that with few
 # tokens, while the host is what waits, it must save this of a product.
@@ -33,7 +34,7 @@ MUST_SAVE_OF_BUSY = 1.0
 PAIR_MUST_SAVE_SHARE = 0.05
 # Of these the pair need not pay for itself. Three separate products against one launch: where they are the faster the
 # device is busy long enough to hide the host. A product: cuBLAS alone is one launch too (but see above).
-PAIR_IS_FREE = ("glu_grads", *PRODUCTS)
+PAIR_IS_FREE = ("glu_grads", *ALONE)
 LEVEL = 0.15  # microseconds that tell no two kernels for small batches apart
 # Not in tables: they win in a window of tokens, which rows that stand for ranges do not describe. See the heuristic.
 NOT_TABLED = ("glu_grads", "glu_weight_grads")
@@ -222,6 +223,8 @@ CANDIDATES = {
     ),
 }
 
+CANDIDATES["linear_relu"] = CANDIDATES["linear_act"]
+
 # Where TMA cannot serve: GPUs before 9.0, rows that are no multiple of 16 bytes, fp32.
 POINTER_CANDIDATES = (
     pointer(128, 128, 32, 8, 3),
@@ -240,6 +243,7 @@ PASS = {
     "glu": "forward",
     "down": "forward",
     "linear_act": "forward",
+    "linear_relu": "forward",
     "glu_backward": "backward",
     "glu_grads": "backward",
     "glu_weight_grads": "backward",
@@ -253,8 +257,8 @@ GATED = ("glu", "down", "glu_backward", "dual_dgrad")
 LAYERS = {
     "geglu": GATED,
     "swiglu": GATED,
-    "mlp": ("linear_act", "down", "act_backward", "dgrad"),
-    "linear": ("linear_act",),
+    "mlp": ("linear_act", "linear_relu", "down", "act_backward", "dgrad"),
+    "linear": ("linear_act", "linear_relu"),
 }
 # As a row and a user name them: the dtype of the operands and the precision of an fp32 product.
 DTYPES = {
@@ -309,7 +313,7 @@ class Choice:
 def must_save(op: str, tokens: int, fused_us: float) -> float:
     """Microseconds that the pair must save of the fastest fused kernel, for what its launches cost the host."""
     busy = fused_us >= BUSY[PASS.get(op, "backward")]
-    if op in PRODUCTS and tokens <= CUBLAS_TOKENS:
+    if op in ALONE and tokens <= CUBLAS_TOKENS:
         return MUST_SAVE_OF_BUSY if busy else CUBLAS_MUST_SAVE
     if op in PAIR_IS_FREE:
         return 0.0

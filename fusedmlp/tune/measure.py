@@ -46,6 +46,7 @@ KERNEL = {
     "dual_dgrad": "dgrad",
     "dgrad": "dgrad",
     "linear_act": "forward",
+    "linear_relu": "forward",
     "act_backward": "backward",
 }
 # What each kernel reads, of a Problem.
@@ -58,6 +59,7 @@ READS = {
     "dual_dgrad": ("dgate_up", "gate", "up"),
     "dgrad": ("pre", "gate"),
     "linear_act": ("x", "gate", "bias"),
+    "linear_relu": ("x", "gate", "bias"),
     "act_backward": ("gy", "down", "pre"),
 }
 
@@ -119,11 +121,11 @@ Result = Tensor | tuple[Tensor, ...]
 
 
 def plan_of(op: str, p: Problem, candidate: Settings) -> Plan:
-    act = resolve_activation("gelu_tanh")
+    act = resolve_activation("relu" if op == "linear_relu" else "gelu_tanh")
     # The separate products are what serves without the launch that groups them: dX by a kernel of ours, as it may be.
     separate = op in GLUON_ONLY_OPS and candidate.family == "pair"
     with settings.override(**({} if separate else asdict(candidate))):
-        if op in ("linear_act", "act_backward", "dgrad"):
+        if op in ("linear_act", "linear_relu", "act_backward", "dgrad"):
             return plans.find("mlp", act, p.x, (p.gate, p.down), (p.bias, None))
         plan = plans.find("glu_mlp", act, p.x, (p.gate, p.up, p.down), (None, None, None))
     if separate:
@@ -157,7 +159,7 @@ def run_ours(op: str, plan: Plan, p: Problem) -> Result:
         return dual_dgrad(plan, p.dgate_up, p.gate, p.up)
     if op == "dgrad":
         return dgrad(plan, p.pre, p.gate)
-    if op == "linear_act":
+    if op in ("linear_act", "linear_relu"):
         # As in inference: what is kept besides, some activations' input, costs both the fused kernel and the pair.
         return linear_act(plan, "forward", p.x, p.gate, p.bias, act, False)[0]
     return act_backward(plan, "backward", p.gy, p.down, p.pre, act, True, False, False)[0]
@@ -180,6 +182,8 @@ def run_torch(op: str, p: Problem) -> Result:
         return torch.addmm(p.dgate_up[:, :H] @ p.gate, p.dgate_up[:, H:], p.up)
     if op == "dgrad":
         return p.pre @ p.gate
+    if op == "linear_relu":
+        return torch.relu(torch.addmm(p.bias, p.x, p.gate.t()))
     if op == "linear_act":
         return gelu(torch.addmm(p.bias, p.x, p.gate.t()), approximate="tanh")
     dh = (p.gy @ p.down).float()

@@ -41,6 +41,7 @@ from bench import ahead, common
 from bench.case import Case, bytes_of
 from bench.rows import Rows
 from bench.script import script
+from bench.summary import CELL
 from bench.variants import OPS, VARIANTS, missing, not_offered
 
 WIDTHS = (
@@ -100,7 +101,7 @@ def visits(args: argparse.Namespace) -> Iterator[tuple[str, Width, list[int]]]:
 
 
 def cell_of(row: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(row[k] for k in ("op", "pass", "tokens", "hidden", "intermediate", "dtype", "metric"))
+    return tuple(row[k] for k in CELL)
 
 
 class Grid(Rows):

@@ -7,10 +7,11 @@ python bench/report.py bench/results/h200/peers.json --plots plots      PNG file
 python bench/report.py bench/results/h200/grid.json --grid              mean speed-ups, worst cells, all that is lost
 python bench/report.py --heuristic                                      heuristic against table, from the sweeps
 
-Several files make one text with a heading each; of a grid it is what --grid prints. With --readme, --plots FOLDER draws
+Several files make one text with a heading each; of a grid it is what --grid prints, and several grids are one, of each
+cell its latest run. With --readme, --plots FOLDER draws
 the grids as SVG files there and shows them in the text:
 
-python bench/report.py bench/results/h200/{peers,grid}.json --readme README.md --plots bench/results/h200/plots
+python bench/report.py bench/results/h200/{peers,grid*}.json --readme README.md --plots bench/results/h200/plots
 """
 
 from __future__ import annotations
@@ -147,7 +148,8 @@ SHOWN = ("speedup",)  # of the plots of a grid, in a README
 def section(content: dict[str, Any], args: argparse.Namespace) -> str:
     """One file as Markdown."""
     if args.grid or content["bench"] == "grid":
-        return f"{_run(content)}\n\n{GRID_NOTE}\n\n{summary.markdown(content)}\n"
+        runs = content.get("runs", [content])
+        return "\n\n".join([*map(_run, runs), GRID_NOTE, summary.markdown(content)]) + "\n"
     return (ratios if args.ratios else markdown)(content, args.metrics)
 
 
@@ -165,6 +167,19 @@ def pictures(content: dict[str, Any], folder: Path, readme: Path) -> str:
     paths = plots.draw(content, folder, suffix="svg")
     shown = [path for path in paths if path.name.startswith(SHOWN)]
     return "\n".join(f"![{path.stem}]({path.resolve().relative_to(base).as_posix()})" for path in shown) + "\n"
+
+
+def one_grid(contents: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The contents, with all grids as one in the place of the first; its "runs" are those that it is made of."""
+    grids = [content for content in contents if content["bench"] == "grid"]
+    if len(grids) < 2:
+        return list(contents)
+    joined = {**summary.union(grids), "runs": sorted(grids, key=lambda content: str(content["date"]), reverse=True)}
+    place = contents.index(grids[0])
+    others = [
+        [content for content in part if content["bench"] != "grid"] for part in (contents[:place], contents[place:])
+    ]
+    return [*others[0], joined, *others[1]]
 
 
 def text_of(contents: Sequence[dict[str, Any]], args: argparse.Namespace) -> str:
@@ -198,7 +213,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             given = [Path(f) for f in args.files if Path(f).name.startswith("sweep")]
             print(heuristic.distances(given or sorted((common.RESULTS / "h200").glob("sweep*.json"))))
             return 0
-        contents = [common.load(path) for path in args.files]
+        contents = one_grid([common.load(path) for path in args.files])
         if args.plots and not args.readme:
             times = [m for m in args.metrics or () if m in common.TIMES]
             for content in contents:

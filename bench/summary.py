@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +12,7 @@ from bench import common, plots
 TOLERANCE = 0.02  # a cell is lost where fused is slower than the best of the others by more
 BASES = ("eager", "compile", "compile_dynamic", "liger")
 PASSES = ("forward", "step")
+CELL = ("op", "pass", "tokens", "hidden", "intermediate", "dtype", "metric")
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,24 @@ def cells(content: dict[str, Any]) -> list[Cell]:
     if not found:
         raise common.BenchError("this result has no time of fused beside another variant's")
     return found
+
+
+def union(contents: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The grids of several runs on one GPU model as one, of each cell its latest run.
+
+    Raises:
+        BenchError: they are of several GPU models.
+    """
+    runs = sorted(contents, key=lambda content: str(content["date"]))
+    if len({content["gpu"] for content in runs}) > 1:
+        raise common.BenchError(f"grids of several GPUs: {', '.join(sorted({content['gpu'] for content in runs}))}")
+    latest: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for content in runs:
+        of_run: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+        for row in content["rows"]:
+            of_run.setdefault(tuple(row[k] for k in CELL), []).append(row)
+        latest |= of_run
+    return {**runs[-1], "rows": [row for rows in latest.values() for row in rows]}
 
 
 def lost(found: list[Cell], pass_: str | None = None) -> list[Cell]:

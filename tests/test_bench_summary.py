@@ -188,3 +188,24 @@ def test_the_shipped_table_is_made_of_the_committed_results() -> None:
     made = sweep_bench.from_results([str(path) for path in sorted(folder.glob("sweep*.json"))])
     shipped = json.loads((common.ROOT / "fusedmlp" / "settings" / "nvidia-h200.json").read_text())["rows"]
     assert made == shipped
+
+
+def test_grids_of_several_runs_are_one(
+    small: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a cell in both the later run counts, as a whole: variants of another run stand beside nothing of this one."""
+    earlier = {**small, "date": "2026-01-01T00:00:00+00:00", "commit": "1111111"}
+    rows = rows_of("geglu", "step", (1, 768, 3072), eager=50.0, fused=40.0)
+    later = {**small, "rows": rows, "date": "2026-02-01T00:00:00+00:00", "commit": "2222222"}
+    for contents in ([earlier, later], [later, earlier]):
+        joined = summary.union(contents)
+        assert joined["commit"] == "2222222" and len(summary.cells(joined)) == len(summary.cells(small))
+        (cell,) = [c for c in summary.cells(joined) if (c.op, c.pass_) == ("geglu", "step")]
+        assert cell.times == {"eager": 50.0, "fused": 40.0}
+    with pytest.raises(common.BenchError, match="several GPUs: NVIDIA A100, NVIDIA H200"):
+        summary.union([earlier, {**later, "gpu": "NVIDIA A100"}])
+    files = [str(common.write(c, tmp_path / f"{c['commit']}.json")) for c in (earlier, later)]
+    assert report.main(files) == 0
+    text = capsys.readouterr().out
+    assert text.index("commit 2222222") < text.index("commit 1111111") and text.count("| pass | over |") == 1
+    assert "1 of 2 in the step" in text  # two of two in the earlier run

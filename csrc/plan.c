@@ -245,8 +245,8 @@ static PyObject *plan_new(PyTypeObject *type, PyObject *args, PyObject *keywords
     if (!PyArg_ParseTuple(args, "iiO!:Plan", &ordinal, &argument_count, &PyTuple_Type, &kernels))
         return NULL;
     Py_ssize_t count = PyTuple_Size(kernels);
-    if (argument_count < 0 || argument_count > MAX_ARGUMENTS || count < 1 || count > 64) {
-        PyErr_Format(PyExc_ValueError, "a plan has %d arguments and %zd kernels; allowed: at most %d, and 1 to 64",
+    if (argument_count < 0 || argument_count > MAX_ARGUMENTS || count > 64) {
+        PyErr_Format(PyExc_ValueError, "a plan has %d arguments and %zd kernels; allowed: at most %d, and at most 64",
                      argument_count, count, (int)MAX_ARGUMENTS);
         return NULL;
     }

@@ -19,6 +19,7 @@ _BINDINGS: dict[Any, Any] = {
     _aten.mm.out: torch.mm,
     _aten.addmm.default: torch.addmm,
     _aten.addmm.out: torch.addmm,
+    _aten._addmm_activation.default: torch._addmm_activation,
     _aten.t.default: torch.t,
     _aten.unsafe_split.Tensor: torch.unsafe_split,
     _aten.view.default: Tensor.view,
@@ -213,8 +214,6 @@ class _Builder:
                 return None
             if entry is not None:
                 made.append(entry)
-        if not kernels:
-            return None
         steps = self._frees(made, launches)
         values = len(self.record.values)
         return Spec(self.inputs, values, tuple(self.slots), tuple(kernels), steps, tuple(self.outputs), tuple(launches))

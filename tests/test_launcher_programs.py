@@ -88,6 +88,21 @@ def test_steps_run_in_order_on_the_right_addresses(run) -> None:
     """)
 
 
+def test_a_program_of_calls_alone_launches_nothing(run) -> None:
+    """Two products of PyTorch's are steady too."""
+    run("""
+        p = program([call(lambda x: Tensor(x.address + 8), (None,), ((0, 0),), results=(1,))], 2, (1,), slots=(),
+                    plan=launcher.Plan(0, 0, ()))
+        for address in 64, 128:
+            before = fake.fake_launches()
+            assert p.run(Tensor(address))[0].address == address + 8 and fake.fake_launches() == before
+        raises(ValueError, "kernel 0 of a program with 0", lambda: program([("launch", 0, 1)], 1, (None,), slots=(),
+                                                                          plan=launcher.Plan(0, 0, ())))
+        launcher.Plan(0, 0, ()).launch(0)
+        assert fake.fake_launches() == before
+    """)
+
+
 def test_outputs(run) -> None:
     run("""
         def make():

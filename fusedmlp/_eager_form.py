@@ -8,6 +8,7 @@ second output or a dropout that can be active shows up as another form, whatever
 from __future__ import annotations
 
 import operator
+import threading
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -96,17 +97,22 @@ def _why_special(label: str, module: nn.Module) -> str | None:
     return None
 
 
+# torch.fx replaces nn.Module.__call__ while it traces: of two threads one would find the other's, or lose its own.
+_tracing = threading.RLock()
+
+
 def _traced(module: nn.Module, label: str, training: bool) -> Step:
-    before = module.training
-    module.training = training
-    try:
-        with all_modes(training):
-            graph = _ChildTracer().trace(module)
-    except Exception as error:  # whatever a user's forward raises on a symbolic input
-        message = f"cannot read what {label}.forward computes: {type(error).__name__}: {error}"
-        raise ValueError(message) from error
-    finally:
-        module.training = before
+    with _tracing:
+        before = module.training
+        module.training = training
+        try:
+            with all_modes(training):
+                graph = _ChildTracer().trace(module)
+        except Exception as error:  # whatever a user's forward raises on a symbolic input
+            message = f"cannot read what {label}.forward computes: {type(error).__name__}: {error}"
+            raise ValueError(message) from error
+        finally:
+            module.training = before
     inputs = [str(node.target) for node in graph.nodes if node.op == "placeholder"]
     if len(inputs) != 1:
         given = ", ".join(inputs) or "nothing"

@@ -92,7 +92,7 @@ class Plan:
         """The op of a layer that ends in the activation: ``"linear_relu"`` where cuBLAS has bias and ReLU in an
         epilogue that keeps NaN as PyTorch does, which was seen of its kernels for Hopper."""
         relu = self.activation.name == "relu" and layer < len(self.biased) and self.biased[layer]
-        hopper = self.device.type != "cpu" and info(self.device).has_wgmma
+        hopper = self.device.type != "cpu" and info(self.device).has_wgmma and hasattr(torch, "_addmm_activation")
         return "linear_relu" if relu and hopper and self.aligned and self.dtype != torch.float32 else "linear_act"
 
     def by_cublas(self, name: str) -> bool:

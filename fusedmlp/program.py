@@ -19,11 +19,12 @@ _BINDINGS: dict[Any, Any] = {
     _aten.mm.out: torch.mm,
     _aten.addmm.default: torch.addmm,
     _aten.addmm.out: torch.addmm,
-    _aten._addmm_activation.default: torch._addmm_activation,
     _aten.t.default: torch.t,
     _aten.unsafe_split.Tensor: torch.unsafe_split,
     _aten.view.default: Tensor.view,
 }
+if hasattr(torch, "_addmm_activation"):  # private, as its name says
+    _BINDINGS[_aten._addmm_activation.default] = torch._addmm_activation
 _RESHAPES = {_aten.view.default, _aten._unsafe_view.default}
 
 

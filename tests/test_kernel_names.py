@@ -24,6 +24,7 @@ GEMMS = {
         "epilogue": "bias",
         "arch": "sm90",
     },
+    "nvjet_sm90_tst_64x8_64x16_1x2_h_bz_relubias_TNT": {"tile": "64x8", "epilogue": "relu bias"},
     "nvjet_hsh_64x8_64x16_4x1_v_bz_TNN": {"tile": "64x8", "stages": "16", "cluster": "4x1", "layout": "TN"},
     "nvjet_sm100_tst_64x32_64x16_2x1_2cta_v_bz_splitK_TNT": {"split": "along K", "pair of blocks": "yes"},
     "nvjet_sm120_tst_mma_64x64x128_3_32x32x128_tmaAB_alignCD4_bz_TNNN": {"tile": "64x64x128", "stages": "3"},

@@ -115,6 +115,10 @@ def _jet_dtypes(letters: str) -> str:
     return f"{' and '.join(dict.fromkeys(operands))} -> {named[-1]}, sums in {named[-2]}"
 
 
+_EPILOGUE_PART = re.compile(r"bgrada|bgradb|bias|dgelu|drelu|gelu|relu|aux")
+_EPILOGUE = re.compile(rf"({_EPILOGUE_PART.pattern})+")
+
+
 def _jet_extra(token: str, details: dict[str, str]) -> None:
     if token in ("v", "h"):
         details["tile order"] = "down the columns" if token == "v" else "along the rows"
@@ -128,8 +132,8 @@ def _jet_extra(token: str, details: dict[str, str]) -> None:
         details["split"] = "along K"
     elif token == "2cta":
         details["pair of blocks"] = "yes"
-    elif token in ("bias", "relu", "gelu", "bgrada", "bgradb", "dgelu", "drelu", "aux", "biasrelu", "biasgelu"):
-        details["epilogue"] = " ".join(filter(None, (details.get("epilogue"), token)))
+    elif _EPILOGUE.fullmatch(token):  # relubias: several in one
+        details["epilogue"] = " ".join([*details.get("epilogue", "").split(), *_EPILOGUE_PART.findall(token)])
 
 
 def _xmma(found: re.Match[str]) -> KernelName:

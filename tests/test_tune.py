@@ -14,7 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
-from support.tuning import LARGE, PAIR, SMALL, Fake, rows_of, run
+from support.tuning import LARGE, PAIR, SMALL, TOY, Fake, rows_of, run
 
 from fusedmlp import calculate_settings, settings
 from fusedmlp.settings import tables
@@ -273,6 +273,22 @@ def test_few_tokens_come_first_and_shapes_once(fake: Fake, tmp_path: Path):
     layers = ("geglu", "swiglu", "geglu")
     run(fake, tmp_path / "t.json", tokens=(128, 1, 16, 1), ops=("dual_dgrad", "glu"), layers=layers)
     assert [ask[:2] for ask in fake.asked] == [(op, M) for op in ("glu", "dual_dgrad") for M in (1, 16, 128)]
+
+
+def test_relu_by_cublas_is_measured_where_it_serves(fake: Fake, tmp_path: Path):
+    def asked(ops: Any, hopper: bool, dtypes: Any = ("bfloat16",)) -> list[Any]:
+        fake.asked.clear()
+        machine = replace(TOY, hopper=hopper)
+        options = {"tokens": (16,), "layers": ("mlp",), "dtypes": dtypes, "resume": False}
+        run(fake, tmp_path / "t.json", machine=machine, ops=ops, **options)
+        return [(op, dtype) for op, *_, dtype in fake.asked]
+
+    both = ("linear_act", "linear_relu")
+    assert asked(both, True) == [("linear_act", "bfloat16"), ("linear_relu", "bfloat16")]
+    assert asked(both, False) == [("linear_act", "bfloat16")]
+    assert asked(both, True, ("float32", "tf32")) == [("linear_act", "float32"), ("linear_act", "tf32")]
+    with pytest.raises(TuneError, match="on Hopper GPUs, in bfloat16 and float16; name linear_act"):
+        asked(("linear_relu",), False)
 
 
 def test_a_shape_that_fails_is_reported_and_the_others_go_on(tmp_path: Path, fake: Fake):

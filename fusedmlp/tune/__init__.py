@@ -127,6 +127,7 @@ def tune(
         raise TuneError(f"the budget must be above 0, got {budget / 60:g} minutes")
     if machine is None:
         machine = this_machine()
+    jobs = served(jobs, machine)
     method = "stand-in"
     if measure is None:
         from . import measure as measuring
@@ -237,6 +238,18 @@ def plan_jobs(
     return list({job.key: job for job in found}.values())
 
 
+def served(jobs: Sequence[Job], machine: Machine) -> list[Job]:
+    """Without what the GPU has no use for: ``linear_relu`` stands for ``linear_act`` on Hopper alone, in 16 bits.
+
+    Raises:
+        TuneError: nothing is left.
+    """
+    found = [job for job in jobs if job.op != "linear_relu" or (machine.hopper and DTYPES[job.dtype][0].itemsize == 2)]
+    if not found:
+        raise TuneError("linear_relu is a kernel of its own on Hopper GPUs, in bfloat16 and float16; name linear_act")
+    return found
+
+
 def _check_token_counts(table: TableFile, jobs: Sequence[Job]) -> None:
     counts: dict[tuple[Any, ...], set[int]] = {}
     for op, dtype, precision, M, N, K in [*table.rows, *(job.key for job in jobs)]:
@@ -271,7 +284,7 @@ def this_machine() -> Machine:
         from triton import __version__ as triton_version
     except ImportError:
         raise TuneError("Triton is not installed, and the kernels are Triton's; pip install triton") from None
-    return Machine(name, torch.__version__, triton_version)
+    return Machine(name, torch.__version__, triton_version, capability[0] == 9)
 
 
 def _read_path(machine: Machine) -> Path | None:

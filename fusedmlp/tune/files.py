@@ -28,11 +28,13 @@ class DeviceLost(RuntimeError):
 
 @dataclass(frozen=True)
 class Machine:
-    """What a measurement holds for: the GPU by its name, and the versions of PyTorch and Triton."""
+    """What a measurement holds for: the GPU by its name, and the versions of PyTorch and Triton. ``hopper``: whether it
+    is one, where cuBLAS serves ``linear_relu`` by an epilogue."""
 
     gpu: str
     torch: str
     triton: str
+    hopper: bool = True
 
 
 def key_of(row: dict[str, Any]) -> Key:

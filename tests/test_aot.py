@@ -109,6 +109,18 @@ def _run_all(dtype: torch.dtype, tokens: int, D: int, H: int, activation: str, b
             y.backward(torch.empty_like(y))
 
 
+def _settings_of(case: Case, tokens: int, D: int, H: int) -> tuple[Any, ...]:
+    """Everything of a shape that decides what is compiled: its settings, and whether a stack is one launch."""
+    precision = "ieee" if case.precision == "highest" else "tf32"
+    options = {"precision": precision, "tma": case.tma}
+    stack = tokens <= 256, -(-tokens // 32) * -(-max(D, H) // 32) <= 100, -(-tokens // 32) * -(-max(D, H) // 32) <= 132
+    chosen = (
+        calculate_settings(op, tokens, *sizes, case.dtype, "meta", **options)
+        for op, sizes in product(OPS, ((H, D), (D, H)))
+    )
+    return (*stack, *chosen)
+
+
 @cache
 def recorded_for(case: Case, family: str | None = None) -> list[Recorded]:
     """What the operations of a case launch; of a forced family, that family's kernels."""
@@ -123,8 +135,13 @@ def recorded_for(case: Case, family: str | None = None) -> list[Recorded]:
         for device in case.devices:
             forced = settings.override(**({"family": family} if family else {}))
             with forced, pretended(DEVICES[device]) as recorded:
-                for tokens, (D, H), run in product(TOKENS, WIDTHS, runs):
-                    _run_all(case.dtype, tokens, D + odd, H + odd, *run)
+                # Of shapes with the same settings one launches what all do.
+                shapes = {
+                    _settings_of(case, tokens, D + odd, H + odd): (tokens, D + odd, H + odd)
+                    for tokens, (D, H) in product(TOKENS, WIDTHS)
+                }
+                for shape, run in product(shapes.values(), runs):
+                    _run_all(case.dtype, *shape, *run)
             found.update(dict.fromkeys(recorded))
     finally:
         torch.set_float32_matmul_precision(before)

@@ -16,6 +16,7 @@ It works on Triton 3.5 and newer; a release in which a needed hook has gone is r
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import numpy as np
@@ -146,6 +147,22 @@ def _repair_index() -> None:
     interpreter._patch_lang_tensor = patch_lang_tensor
 
 
+def _remember_builtins() -> None:
+    """Each call of a jitted function looks through all members of Triton's language for those to replace, which is a
+    fifth of what these tests take. Which they are does not change."""
+    names: dict[Any, list[str]] = {}
+
+    def patch_builtin(pkg: Any, builder: Any, *scope: Any) -> None:
+        if pkg not in names:  # before anything in it is replaced
+            names[pkg] = [name for name, member in inspect.getmembers(pkg) if tl.core.is_builtin(member)]
+        for name in names[pkg]:
+            member = getattr(pkg, name)
+            if tl.core.is_builtin(member):
+                interpreter._patch_attr(pkg, name, member, builder, *scope)
+
+    interpreter._patch_builtin = patch_builtin
+
+
 def repair() -> None:
     """Install the repairs, once. RuntimeError when this Triton lacks a needed hook."""
     builder = interpreter.InterpreterBuilder
@@ -169,6 +186,8 @@ def repair() -> None:
     _repair_conversions(builder)
     _refuse_spinning(builder)
     _repair_index()
+    if hasattr(interpreter, "_patch_builtin") and hasattr(interpreter, "_patch_attr"):
+        _remember_builtins()
     if tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 6):
         _repair_strides()
     builder.repaired_for_tests = True

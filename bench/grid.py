@@ -41,7 +41,7 @@ from bench import ahead, common
 from bench.case import Case, bytes_of
 from bench.rows import Rows
 from bench.script import script
-from bench.summary import CELL
+from bench.summary import cell_of
 from bench.variants import OPS, VARIANTS, missing, not_offered
 
 WIDTHS = (
@@ -98,10 +98,6 @@ def visits(args: argparse.Namespace) -> Iterator[tuple[str, Width, list[int]]]:
             for width in args.widths if some else ():
                 for op in args.op:
                     yield op, width, some
-
-
-def cell_of(row: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(row[k] for k in CELL)
 
 
 class Grid(Rows):

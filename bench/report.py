@@ -8,8 +8,7 @@ python bench/report.py bench/results/h200/grid.json --grid              mean spe
 python bench/report.py --heuristic                                      heuristic against table, from the sweeps
 
 Several files make one text with a heading each; of a grid it is what --grid prints, and several grids are one, of each
-cell its latest run. With --readme, --plots FOLDER draws
-the grids as SVG files there and shows them in the text:
+cell its latest run. With --readme, --plots FOLDER draws the grids as SVG files there and shows them in the text:
 
 python bench/report.py bench/results/h200/{peers,grid*}.json --readme README.md --plots bench/results/h200/plots
 """
@@ -170,16 +169,12 @@ def pictures(content: dict[str, Any], folder: Path, readme: Path) -> str:
 
 
 def one_grid(contents: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The contents, with all grids as one in the place of the first; its "runs" are those that it is made of."""
+    """The contents, with all grids as one (:func:`summary.union`) in the place of the first."""
     grids = [content for content in contents if content["bench"] == "grid"]
     if len(grids) < 2:
         return list(contents)
-    joined = {**summary.union(grids), "runs": sorted(grids, key=lambda content: str(content["date"]), reverse=True)}
-    place = contents.index(grids[0])
-    others = [
-        [content for content in part if content["bench"] != "grid"] for part in (contents[:place], contents[place:])
-    ]
-    return [*others[0], joined, *others[1]]
+    joined = summary.union(grids)
+    return [joined if c is grids[0] else c for c in contents if c is grids[0] or c["bench"] != "grid"]
 
 
 def text_of(contents: Sequence[dict[str, Any]], args: argparse.Namespace) -> str:

@@ -162,10 +162,16 @@ class Worker(threading.Thread):
     """Runs steps on one device, on a stream of its own, with layers of its own."""
 
     def __init__(
-        self, device: torch.device, seed: int, parts: list[Progress], idle: threading.Barrier, eager: bool = False
+        self,
+        device: torch.device,
+        seed: int,
+        parts: list[Progress],
+        idle: threading.Barrier,
+        eager: bool = False,
+        is_first: bool = False,  # of its device
     ) -> None:
         super().__init__(daemon=True)
-        self.device, self.parts, self.idle, self.is_first = device, parts, idle, seed % 100 == 0
+        self.device, self.parts, self.idle, self.is_first = device, parts, idle, is_first
         self.random = random.Random(seed)
         self.generator = torch.Generator(device).manual_seed(seed)
         self.eager = [eager_module("geglu", *widths, **like(device)) for widths in WIDTHS]
@@ -286,7 +292,11 @@ def soak(
     settled = min(SETTLED, half // 2)
     parts = [Progress(count, most_tokens) for count in (settled, half - settled, steps - half)]
     idle = threading.Barrier(threads * len(devices) + 1)
-    workers = [Worker(d, 100 * i + j, parts, idle, eager) for i, d in enumerate(devices) for j in range(threads)]
+    workers = [
+        Worker(d, 100 * i + j, parts, idle, eager, is_first=not j)
+        for i, d in enumerate(devices)
+        for j in range(threads)
+    ]
     sizes_warmed = [count for count in KINDS if count <= most_tokens]
     for first in () if eager else workers[::threads]:  # of each device
         warmup(nn.ModuleList(first.fused), sizes_warmed, training=True)

@@ -12,7 +12,6 @@ from bench import common, plots
 TOLERANCE = 0.02  # a cell is lost where fused is slower than the best of the others by more
 BASES = ("eager", "compile", "compile_dynamic", "liger")
 PASSES = ("forward", "step")
-CELL = ("op", "pass", "tokens", "hidden", "intermediate", "dtype", "metric")
 
 
 @dataclass(frozen=True)
@@ -58,8 +57,12 @@ def cells(content: dict[str, Any]) -> list[Cell]:
     return found
 
 
+def cell_of(row: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(row[k] for k in ("op", "pass", "tokens", "hidden", "intermediate", "dtype", "metric"))
+
+
 def union(contents: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The grids of several runs on one GPU model as one, of each cell its latest run.
+    """The grids of several runs on one GPU model as one, of each cell its latest run; "runs" has them, newest first.
 
     Raises:
         BenchError: they are of several GPU models.
@@ -71,9 +74,9 @@ def union(contents: Sequence[dict[str, Any]]) -> dict[str, Any]:
     for content in runs:
         of_run: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
         for row in content["rows"]:
-            of_run.setdefault(tuple(row[k] for k in CELL), []).append(row)
+            of_run.setdefault(cell_of(row), []).append(row)
         latest |= of_run
-    return {**runs[-1], "rows": [row for rows in latest.values() for row in rows]}
+    return {**runs[-1], "rows": [row for rows in latest.values() for row in rows], "runs": runs[::-1]}
 
 
 def lost(found: list[Cell], pass_: str | None = None) -> list[Cell]:

@@ -105,8 +105,7 @@ def note_plan(plan: Plan, save: int, x: Tensor, weights: Sequence[Tensor], biase
         note(PlanNote(plan.op, "eager", plan.eager_reason, shape))
         return
     forward, backward = _LAUNCHES[plan.op](plan, save)
-    serving = {name: "cuBLAS" if plan.by_cublas(name) else str(found) for name, found in _serving(plan).items()}
-    text = "; ".join(f"{name}: {found}" for name, found in serving.items())
+    text = "; ".join(f"{n}: {'cuBLAS' if plan.by_cublas(n) else found}" for n, found in _serving(plan).items())
     needs = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (x, *weights, *biases)]
     kept = _kept(plan, plan.kept(save, needs)) if any(needs) else "nothing"
     note(PlanNote(plan.op, "fused", "", shape, forward, backward, text, _measured(plan), kept))
@@ -146,7 +145,7 @@ def _measured(plan: Plan) -> tuple[str, ...]:
         row = plan.measured(name) if settings == plan.settings[name] else None
         if row is None or row.pair_ratio is None:
             continue
-        if plan.is_product(name) or plan.asked[name][0] == "linear_relu":
+        if plan.is_alone(name):
             pair = "cuBLAS"
         else:
             pair = "two cuBLAS products" if plan.asked[name][0] == "dual_dgrad" else "cuBLAS and a pointwise kernel"

@@ -17,7 +17,7 @@ from .settings import Settings
 from .settings.device import info
 from .settings.heuristic import dx_apart
 from .settings.tables import Row
-from .settings.types import PRODUCTS
+from .settings.types import ALONE, PRODUCTS
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MIN_CAPABILITY = (8, 0)
@@ -85,13 +85,17 @@ class Plan:
         self.asked[name] = (op, N, K, tma)
 
     def is_product(self, name: str) -> bool:
-        """Whether a kernel is a product alone, in whose place cuBLAS is one launch too."""
+        """Whether a kernel is a product alone."""
         return self.asked[name][0] in PRODUCTS
 
-    def first_layer(self, layer: int = 0) -> str:
+    def is_alone(self, name: str) -> bool:
+        """Whether cuBLAS in the place of a kernel is one launch too: of a product, or one with ReLU in its epilogue."""
+        return self.asked[name][0] in ALONE
+
+    def layer_op(self, layer: int = 0) -> str:
         """The op of a layer that ends in the activation: ``"linear_relu"`` where cuBLAS has bias and ReLU in an
         epilogue that keeps NaN as PyTorch does, which was seen of its kernels for Hopper."""
-        relu = self.activation.name == "relu" and layer < len(self.biased) and self.biased[layer]
+        relu = self.activation.name == "relu" and self.biased[layer]
         hopper = self.device.type != "cpu" and info(self.device).has_wgmma and hasattr(torch, "_addmm_activation")
         return "linear_relu" if relu and hopper and self.aligned and self.dtype != torch.float32 else "linear_act"
 
@@ -243,7 +247,7 @@ def _aligned(x: Tensor, weights: Sequence[Tensor]) -> bool:
 
 def _choose_linear_act(plan: Plan) -> None:
     K, N = plan.widths
-    plan.choose("forward", plan.first_layer(), N, K)
+    plan.choose("forward", plan.layer_op(), N, K)
 
 
 def _choose_glu_mlp(plan: Plan) -> None:
@@ -261,7 +265,7 @@ def _choose_glu_mlp(plan: Plan) -> None:
 
 def _choose_mlp(plan: Plan) -> None:
     D, H, D_out = plan.widths
-    plan.choose("forward", plan.first_layer(), H, D)
+    plan.choose("forward", plan.layer_op(), H, D)
     plan.choose("down", "down", D_out, H)
     plan.choose("backward", "act_backward", H, D_out)
     # One descriptor for each half of the hidden layer.
@@ -283,7 +287,7 @@ def _choose_relu_mlp(plan: Plan) -> None:
     if plan.packed and stack_fits(plan):
         plan.choose("stack", "relu_stack", max(plan.widths[1:]), max(plan.widths))
     for i, (K, N) in enumerate(zip(plan.widths, plan.widths[1:])):
-        plan.choose(f"forward.{i}", plan.first_layer(i), N, K)
+        plan.choose(f"forward.{i}", plan.layer_op(i), N, K)
         if i:
             plan.choose(f"backward.{i}", "act_backward", K, N)
 

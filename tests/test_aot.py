@@ -60,6 +60,11 @@ class Case:
         return 10 * major + minor
 
     @property
+    def products(self) -> str:
+        """How products in float32 are computed."""
+        return "ieee" if self.precision == "highest" else "tf32"
+
+    @property
     def id(self) -> str:
         parts = [f"sm{self.capability}", str(self.dtype).removeprefix("torch."), "aligned" if self.tma else "ragged"]
         return "-".join([*parts, *([self.precision] if self.dtype == torch.float32 else [])])
@@ -109,16 +114,14 @@ def _run_all(dtype: torch.dtype, tokens: int, D: int, H: int, activation: str, b
             y.backward(torch.empty_like(y))
 
 
-def _settings_of(case: Case, tokens: int, D: int, H: int) -> tuple[Any, ...]:
+def _settings_of(case: Case, device: str, tokens: int, D: int, H: int) -> tuple[Any, ...]:
     """Everything of a shape that decides what is compiled: its settings, and whether a stack is one launch."""
-    precision = "ieee" if case.precision == "highest" else "tf32"
-    options = {"precision": precision, "tma": case.tma}
-    stack = tokens <= 256, -(-tokens // 32) * -(-max(D, H) // 32) <= 100, -(-tokens // 32) * -(-max(D, H) // 32) <= 132
+    tiles = -(-tokens // 32) * -(-max(D, H) // 32)
     chosen = (
-        calculate_settings(op, tokens, *sizes, case.dtype, "meta", **options)
+        calculate_settings(op, tokens, *sizes, case.dtype, "meta", precision=case.products, tma=case.tma)
         for op, sizes in product(OPS, ((H, D), (D, H)))
     )
-    return (*stack, *chosen)
+    return (tokens <= 256 and tiles <= DEVICES[device].sms, *chosen)
 
 
 @cache
@@ -137,7 +140,7 @@ def recorded_for(case: Case, family: str | None = None) -> list[Recorded]:
             with forced, pretended(DEVICES[device]) as recorded:
                 # Of shapes with the same settings one launches what all do.
                 shapes = {
-                    _settings_of(case, tokens, D + odd, H + odd): (tokens, D + odd, H + odd)
+                    _settings_of(case, device, tokens, D + odd, H + odd): (tokens, D + odd, H + odd)
                     for tokens, (D, H) in product(TOKENS, WIDTHS)
                 }
                 for shape, run in product(shapes.values(), runs):
@@ -213,16 +216,15 @@ def test_pointwise_kernels_move_vectors() -> None:
 def answers(case: Case) -> set[tuple[str, Settings]]:
     """What the settings may answer on the devices of a case, with the operation asked: tables and heuristic."""
     found = set()
-    precision = "ieee" if case.precision == "highest" else "tf32"
     for slug in case.devices:
         with mock.patch.object(settings.device, "info", return_value=DEVICES[slug]):
             for op, M, N, K in product(OPS, ASKED_TOKENS, ASKED_WIDTHS, ASKED_WIDTHS):
-                answer = calculate_settings(op, M, N, K, case.dtype, "meta", precision=precision, tma=case.tma)
+                answer = calculate_settings(op, M, N, K, case.dtype, "meta", precision=case.products, tma=case.tma)
                 found.add((op, answer))
         dtype = str(case.dtype).removeprefix("torch.")
         unserved = () if DEVICES[slug].has_wgmma else ("gluon",)
         for (op, name, row_precision, _, _), rows in tables.load(slug).items():
-            if name == dtype and row_precision in ("", precision):
+            if name == dtype and row_precision in ("", case.products):
                 found |= {
                     (op, row.settings)
                     for row in rows

@@ -10,7 +10,7 @@ from support.aot import DEVICES, pretended
 from support.gluon import needs_gluon
 
 from fusedmlp import explain_plan, functional, settings
-from fusedmlp.settings import calculate_settings, heuristic
+from fusedmlp.settings import Settings, calculate_settings
 from fusedmlp.settings.device import DeviceInfo
 from fusedmlp.tune.candidates import CANDIDATES
 
@@ -79,7 +79,7 @@ def test_a_kernel_that_is_forced_serves():
 def test_a_layer_alone_stays_ours():
     """Eager's two launches would be what the pair of other activations is."""
     x, weight, bias = operand(M, D), operand(H, D), operand(H)
-    row = heuristic.Settings("pair")
+    row = Settings("pair")
     with pretended(DEVICES["nvidia-h200"]), mock.patch.object(settings, "calculate_settings", return_value=row):
         (note,) = explain_plan(functional.linear_act, x, weight, bias, "relu").notes
         (other,) = explain_plan(functional.linear_act, x, weight, bias, "silu").notes

@@ -19,10 +19,9 @@ from support.tuning import LARGE, PAIR, SMALL, TOY, Fake, rows_of, run
 from fusedmlp import calculate_settings, settings
 from fusedmlp.settings import tables
 from fusedmlp.settings.device import DeviceInfo
-from fusedmlp.settings.types import GLUON_ONLY_OPS, GLUON_OPS, OPS, PRODUCTS, SMALL_OPS, SMALL_TOKENS, Settings
+from fusedmlp.settings.types import ALONE, GLUON_ONLY_OPS, GLUON_OPS, OPS, PRODUCTS, SMALL_OPS, SMALL_TOKENS, Settings
 from fusedmlp.tune import Machine, TuneError, candidates, files, measure, progress
 from fusedmlp.tune.candidates import (
-    ALONE,
     BUSY,
     CANDIDATES,
     CUBLAS_MUST_SAVE,

@@ -114,7 +114,8 @@ def _pair(
     pre = F.linear(x, weight, bias)
     if act.name == "identity":
         return pre, pre
-    return (activate(plan, pre, act), pre) if save_pre else (activate(plan, pre, act, pre), None)
+    y = activate(plan, pre, act, None if save_pre else pre)
+    return y, pre if save_pre else None
 
 
 def activate(plan: Plan, pre: Tensor, act: Activation, out: Tensor | None = None) -> Tensor:

@@ -12,6 +12,7 @@ GLUON_ONLY_OPS = ("glu_grads", "glu_weight_grads", "mlp_grads", "mlp_weight_grad
 GLUON_OPS = ("linear_act", "linear_relu", "glu", "glu_backward", "act_backward", *GLUON_ONLY_OPS)
 # Products alone, that have a kernel for small batches; else "pair" is cuBLAS.
 PRODUCTS = ("down", "dgrad")
+ALONE = ("linear_relu", *PRODUCTS)  # of these "pair" is one launch of cuBLAS
 
 # What has a kernel for small batches, and how many tokens those take.
 SMALL_TOKENS = {

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from ..settings.types import GLUON_ONLY_OPS, PRODUCTS, SMALL_TOKENS, Settings
+from ..settings.types import ALONE, GLUON_ONLY_OPS, PRODUCTS, SMALL_TOKENS, Settings
 
-ALONE = ("linear_relu", *PRODUCTS)  # of these the pair is one launch of cuBLAS
 # cuBLAS and a pointwise kernel are one launch more than a fused kernel, which must pay for itself: about what a
 # call of cuBLAS costs the host (22 to 50 were seen), in microseconds. Set with the sweep in view: at 8192 tokens,
 # 768 -> 3072, the pair would save 22 in the gated backward, and stays unused.

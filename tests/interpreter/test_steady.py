@@ -83,7 +83,7 @@ def test_saved_tensors_are_unpacked_once(op, moved):
 @pytest.mark.parametrize("training", [False, True])
 def test_bias_and_relu_by_cublas(op, training):
     """A forward may then be two products of PyTorch's and nothing else, and is a program all the same."""
-    by_cublas = mock.patch.object(Plan, "first_layer", return_value="linear_relu")
+    by_cublas = mock.patch.object(Plan, "layer_op", return_value="linear_relu")
     with settings.override(family="pair"), by_cublas, simulated() as launcher:
         for seed in range(5):
             torch.manual_seed(seed)

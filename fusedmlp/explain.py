@@ -175,8 +175,9 @@ def _kernel(plan: Plan, name: str, fused: str, pair: tuple[str, ...]) -> tuple[s
 
 
 def _linear_act(plan: Plan, save: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    K, N = plan.widths
     forward = _kernel(plan, "forward", "linear, bias and activation", ("cuBLAS linear", "activation"))
-    return forward, ("activation's gradient and bias gradient", "cuBLAS dX", "cuBLAS dW")
+    return forward, ("activation's gradient and bias gradient", "cuBLAS dX", *_weight(plan, "dW", N, K))
 
 
 def _glu_mlp(plan: Plan, save: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -192,11 +193,14 @@ def _glu_mlp(plan: Plan, save: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
     again: tuple[str, ...] = ()
     if save == saving.INPUT:
         again = _kernel(plan, "forward", "gate and up again", ("cuBLAS gate again", "cuBLAS up again"))
+    D, H, _, D_out = plan.widths
     products = _products(
         plan,
         "dX, dWgate, dWup and dWdown",
         ("dX over gate and up", ("cuBLAS dX of gate", "cuBLAS dX of up, added")),
-        ("dWgate, dWup and dWdown", "cuBLAS dWdown", "cuBLAS dWgate and dWup"),
+        "dWgate, dWup and dWdown",
+        _weight(plan, "dWdown", D_out, H),
+        _weight(plan, "dWgate and dWup", 2 * H, D),
     )
     return (*forward, *down), (*again, *hidden, *products)
 
@@ -211,22 +215,35 @@ def _mlp(plan: Plan, save: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
     )
     down = _kernel(plan, "down", "fc2", ("cuBLAS fc2",))
     again = tuple(f"again: {text}" for text in forward) if save == saving.INPUT else ()
-    weights = ("dW1 and dW2", "cuBLAS dW2", "cuBLAS dW1")
-    products = _products(plan, "dX, dW1 and dW2", ("dX", ("cuBLAS dX",)), weights)
+    D, H, D_out = plan.widths
+    weights = _weight(plan, "dW2", D_out, H), _weight(plan, "dW1", H, D)
+    products = _products(plan, "dX, dW1 and dW2", ("dX", ("cuBLAS dX",)), "dW1 and dW2", *weights)
     return (*forward, *down), (*again, *hidden, *products)
 
 
+def _weight(plan: Plan, text: str, N: int, K: int) -> tuple[str, ...]:
+    """A weight gradient [N, K] by cuBLAS."""
+    last = plan.last_tokens(N, K)
+    if not last:
+        return (f"cuBLAS {text}",)
+    return f"cuBLAS {text}", f"cuBLAS {text} of the last {last} tokens", f"{text}: both added"
+
+
 def _products(
-    plan: Plan, all_of_them: str, dx: tuple[str, tuple[str, ...]], weights: tuple[str, str, str]
+    plan: Plan,
+    all_of_them: str,
+    dx: tuple[str, tuple[str, ...]],
+    together: str,
+    before: tuple[str, ...],
+    behind: tuple[str, ...],
 ) -> tuple[str, ...]:
-    """What follows the hidden layer. weights: of one launch, of the product before dX, and of the one behind it."""
+    """What follows the hidden layer. together: weight gradients of one launch; before, behind: of cuBLAS, around dX."""
     if plan.settings["grads"].family == "gluon":
         return _kernel(plan, "grads", all_of_them, ())
-    together, before, behind = weights
     dgrad = _kernel(plan, "dgrad", *dx)
     if plan.settings["wgrads"].family == "gluon":
         return (*_kernel(plan, "wgrads", together, ()), *dgrad)
-    return (before, *dgrad, behind)
+    return (*before, *dgrad, *behind)
 
 
 def _relu_mlp(plan: Plan, save: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -243,7 +260,7 @@ def _relu_mlp(plan: Plan, save: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
         )
     backward = [f"layer {layers - 1}: mask and bias gradient"]
     for i in range(layers - 1, -1, -1):
-        backward.append(f"cuBLAS dW of layer {i}")
+        backward += _weight(plan, f"dW of layer {i}", plan.widths[i + 1], plan.widths[i])
         if i:
             backward += _kernel(
                 plan,

@@ -212,10 +212,10 @@ def _fused(
     save: int,
 ) -> Tensor:
     """The long way of a call, which may write it down for ``table``: the calls after it are steady then."""
-    operands = (x, *weights, *biases)
     recorded = torch.is_grad_enabled()
-    needs = [recorded and t is not None and t.requires_grad for t in operands] if recorded or table is not None else ()
-    differentiable = any(needs)
+    operands = (x, *weights, *biases)
+    needs = [t is not None and t.requires_grad for t in operands] if recorded else [False] * len(operands)
+    differentiable = recorded and True in needs
     if table is None and not differentiable:
         y, _ = OPERATIONS[plan.op].forward(plan, x, weights, biases, saving.INPUT)
         return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[1])

@@ -156,14 +156,15 @@ class Launch:
         written = record.current()
         if written is not None:
             written.launched(self, args)
-        if self._plan is not None and not _hooked():
+        hooked = _hooked()
+        if self._plan is not None and not hooked:
             # Its device need not be the current one: the plan knows its own.
             self._plan(_C._cuda_getCurrentRawStream(device_index), *args)  # type: ignore[arg-type]
             return
         if device_index is not None and torch._C._cuda_getDevice() != device_index:
             with torch.cuda.device(device_index):
                 return self(device_index, *args)
-        if self._launcher is None or _hooked():
+        if self._launcher is None or hooked:
             if self._launcher is not None or self._plan is not None or device_index is None:
                 self._by_triton(args)
             elif torch.cuda.is_current_stream_capturing():
@@ -175,13 +176,14 @@ class Launch:
         if not self._raw:
             self._launcher(self.grid, 1, 1, stream, *self._args, *self._public(args), *self.constants)
             return
-        key = [args[i].data_ptr() for i in self._tensors]
+        key = tuple([args[i].data_ptr() for i in self._tensors])
         for i in self._pairs:
             key += (args[i][0].data_ptr(), args[i][1].data_ptr())
-        key += [args[i] for i in self._numbers]
-        call = self._calls.get(tuple(key))
+        if self._numbers:
+            key += tuple([args[i] for i in self._numbers])
+        call = self._calls.get(key)
         if call is None:
-            call = self._flatten(tuple(key), args)
+            call = self._flatten(key, args)
         self._launcher(self.grid, 1, 1, stream, *call)
 
     def of(self, *numbers: int) -> Launch:

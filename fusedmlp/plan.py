@@ -24,6 +24,21 @@ MIN_CAPABILITY = (8, 0)
 MAX_PLANS = 512  # a plan a token count, some 30 KiB each: a run of free-running lengths must not grow without end
 
 
+# cuBLAS splits the sum of a product A^T B of 16 bits over so many slices, of at least so many tokens, where the result
+# is up to so large; seen on an H200 (bench/last_token.py): 16, 1280, and 3072 x 768 but not 2048 x 2048.
+MAX_SPLITS, MIN_SPLIT_TOKENS, MAX_SPLIT_WEIGHT = 16, 1024, 2048 * 2048
+
+
+def left_out(tokens: int) -> bool:
+    """Whether cuBLAS (of CUDA 13.0 at least) may leave the last tokens out of a weight gradient.
+
+    Of sums that it splits over s slices it takes the first s times floor(tokens / s), where floor(tokens / s) is a
+    multiple of its tile of 64. bench/last_token.py shows it. No multiple of 64 is such a count.
+    """
+    slices = range(2, min(MAX_SPLITS, tokens // MIN_SPLIT_TOKENS) + 1)
+    return any(tokens // s % 64 == 0 and tokens % s for s in slices)
+
+
 @dataclass
 class Plan:
     """What a kind of call needs, the same for every call with its key.
@@ -103,6 +118,12 @@ class Plan:
         """Whether a kernel with an activation is one launch of cuBLAS."""
         return self.asked[name][0] == "linear_relu" and self.settings[name].family == "pair"
 
+    def last_tokens(self, N: int, K: int) -> int:
+        """How many tokens at the end a weight gradient [N, K] by cuBLAS takes in a product of their own: 0 for most
+        token counts, see :func:`left_out`."""
+        cuda = self.device.type != "cpu" and self.dtype != torch.float32 and N * K <= MAX_SPLIT_WEIGHT
+        return self.M % 64 if cuda and left_out(self.M) else 0
+
     def measured(self, name: str) -> Row | None:
         """The row of a settings table that one kernel's settings come from; None where none of a table's do."""
         if name not in self.asked:
@@ -136,9 +157,10 @@ def find(
         TypeError, RuntimeError: what was passed in does not fit together, see :mod:`fusedmlp.checks`.
     """
     precision = fp32_precision() if x.dtype is torch.float32 else ""
-    operands = (x, *weights, *biases)
-    looks = [None if t is None else (t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16) for t in operands]
-    key = (op, activation.name, len(weights), precision, settings.overridden(), *looks)
+    looks: list[Any] = [op, activation.name, len(weights), precision, settings.overridden()]
+    for t in (x, *weights, *biases):
+        looks += (None,) if t is None else (t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16)
+    key = tuple(looks)
     plan = _plans.get(key)
     if plan is None:
         check_call(OPERATIONS[op], x, weights, biases)

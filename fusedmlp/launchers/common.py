@@ -56,6 +56,17 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return torch.mm(x, weight.t()) if bias is None else torch.addmm(bias, x, weight.t())
 
 
+def weight_grad(plan: Plan, dy: Tensor, x: Tensor) -> Tensor:
+    """``dy^T x``, [N, K], of [M, N] and [M, K]: a product of cuBLAS, or two where one would leave tokens out."""
+    N, K = dy.shape[1], x.shape[1]
+    last = plan.last_tokens(N, K)
+    if not last:
+        return torch.mm(dy.t(), x)
+    # Rounded once, as a single product is.
+    first = torch.mm(dy[:-last].t(), x[:-last], out_dtype=torch.float32)
+    return torch.add(first, torch.mm(dy[-last:].t(), x[-last:], out_dtype=torch.float32), out=dy.new_empty(N, K))
+
+
 def row_stride(x: Tensor) -> int:
     """Of a [M, K] tensor; a single row has none that matters."""
     return x.stride(0) if x.shape[0] > 1 else x.shape[1]

@@ -41,12 +41,9 @@ def glu_small_launch(plan: Plan, settings: Settings, M: int, H: int, flags: tupl
     return Launch(glu_small, tiles_of(settings, M, H), constants, **launch_options(settings))
 
 
-def _for_splits(plan: Plan, settings: Settings, like: Tensor, M: int, N: int) -> tuple[Tensor | None, Tensor | None]:
-    """Partial sums and counters of programs that share the sum behind a tile."""
-    if settings.parts == 1:
-        return None, None
-    partial = like.new_empty((settings.parts, M, N), dtype=torch.float32)
-    return partial, barrier_counters(plan.device, tiles_of(settings, M, N))
+def _for_splits(plan: Plan, parts: int, tiles: int, like: Tensor, M: int, N: int) -> tuple[Tensor, Tensor]:
+    """Partial sums of the programs that share the sum behind a tile, and a counter for each tile."""
+    return like.new_empty((parts, M, N), dtype=torch.float32), barrier_counters(plan.device, tiles)
 
 
 def linear_act_small(
@@ -59,26 +56,34 @@ def linear_act_small(
     save_pre: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """``(act(x W^T + b), x W^T + b or None)``, both [M, N], in one launch; ``parts`` of the settings share K."""
-    settings = plan.settings[name]
-    N, K = weight.shape
-    x = as_rows(x, K, tma=False)
-    M = x.shape[0]
+    parts = plan.settings[name].parts
+    x = as_rows(x, weight.shape[1], tma=False)
+    launch = plan.launches.get((name, activation, save_pre))
+    if launch is None:
+        launch = _linear_small_launch(plan, name, x, weight, bias is not None, activation, save_pre)
+        plan.launches[(name, activation, save_pre)] = launch
+    numbers = launch.numbers
+    M, N = numbers[:2]
     y = x.new_empty(M, N)
     pre = torch.empty_like(y) if save_pre else None
-    partial, counters = _for_splits(plan, settings, x, M, N)
-
-    def make() -> Launch:
-        block = (settings.block_m, settings.block_n, settings.block_k, settings.parts)
-        dependent = name == "down" and overlaps(plan)
-        flags = (activation, bias is not None, save_pre, plan.fast_math, plan.dot_precision)
-        constants = (*block, *flags, dependent, triggers(plan, name))
-        options = launch_options(settings) | ({"launch_pdl": True} if dependent else {})
-        launch = Launch(linear_small, settings.parts * tiles_of(settings, M, N), constants, **options)
-        return launch.of(M, N, K, row_stride(x), row_stride(weight))
-
-    launch = prepared(plan, (name, activation, save_pre), make)
-    launch(plan.device_index, x, weight, bias, y, pre, partial, counters, *launch.numbers)
+    partial = counters = None
+    if parts > 1:
+        partial, counters = _for_splits(plan, parts, launch.grid // parts, x, M, N)
+    launch(plan.device_index, x, weight, bias, y, pre, partial, counters, *numbers)
     return y, pre
+
+
+def _linear_small_launch(
+    plan: Plan, name: str, x: Tensor, weight: Tensor, bias: bool, activation: str, save_pre: bool
+) -> Launch:
+    settings, M, (N, K) = plan.settings[name], x.shape[0], weight.shape
+    block = (settings.block_m, settings.block_n, settings.block_k, settings.parts)
+    dependent = name == "down" and overlaps(plan)
+    flags = (activation, bias, save_pre, plan.fast_math, plan.dot_precision)
+    constants = (*block, *flags, dependent, triggers(plan, name))
+    options = launch_options(settings) | ({"launch_pdl": True} if dependent else {})
+    launch = Launch(linear_small, settings.parts * tiles_of(settings, M, N), constants, **options)
+    return launch.of(M, N, K, row_stride(x), row_stride(weight))
 
 
 def down(plan: Plan, h: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -142,7 +147,6 @@ def dual_dgrad(plan: Plan, dgate_up: Tensor, gate_weight: Tensor, up_weight: Ten
     H, D = gate_weight.shape
     M = dgate_up.shape[0]
     dx = dgate_up.new_empty(M, D)
-    partial, counters = _for_splits(plan, settings, dgate_up, M, D)
 
     def make() -> Launch:
         block = (settings.block_m, settings.block_n, settings.block_k, settings.parts)
@@ -151,5 +155,8 @@ def dual_dgrad(plan: Plan, dgate_up: Tensor, gate_weight: Tensor, up_weight: Ten
         return launch.of(M, D, H, row_stride(gate_weight), 0 if up_weight is None else row_stride(up_weight))
 
     launch = prepared(plan, ("dgrad", "small"), make)
+    partial = counters = None
+    if settings.parts > 1:
+        partial, counters = _for_splits(plan, settings.parts, launch.grid // settings.parts, dgate_up, M, D)
     launch(plan.device_index, dgate_up, gate_weight, up_weight, dx, partial, counters, *launch.numbers)
     return dx

@@ -74,10 +74,10 @@ def backward(
     needs: Sequence[bool],
     spent: bool = False,
 ) -> Grads:
-    run = plan.launchers.glu
+    run, common = plan.launchers.glu, plan.launchers.common
     needs_x, needs_gate, needs_up, needs_down, needs_bg, needs_bu, needs_bd = needs
     gate, up, down = weights
-    gy = plan.launchers.common.as_contiguous(gy, down.shape[0])
+    gy = common.as_contiguous(gy, down.shape[0])
     if not keeps(needs):
         return None, None, None, None, None, None, gy.sum(0)
     gate_up = saved[0] if saved else None
@@ -103,13 +103,13 @@ def backward(
         else:
             if needs_down:
                 assert h is not None
-                dwd = torch.mm(gy.t(), h)  # first of the products: h is free before the others need room
+                dwd = common.weight_grad(plan, gy, h)  # first of the products: h is free before the others need room
             del hidden, made, h
             if needs_x:
                 dx = run.dual_dgrad(plan, dgate_up, gate, up)
             dwg, dwu = _weight_grads(plan, dgate_up, x, gate, needs_gate, needs_up)
     else:
-        dwd = torch.mm(gy.t(), run.glu_act(plan, gate_up) if kept is None else kept)
+        dwd = common.weight_grad(plan, gy, run.glu_act(plan, gate_up) if kept is None else kept)
         dbd = gy.sum(0) if needs_bd else None
     return dx, dwg, dwu, dwd, dbg if needs_bg else None, dbu if needs_bu else None, dbd
 
@@ -121,11 +121,12 @@ def _weight_grads(
     if not needs_gate and not needs_up:
         return None, None
     H, D = gate.shape
-    rows = plan.launchers.common.as_rows(x, D, tma=False)
+    common = plan.launchers.common
+    rows = common.as_rows(x, D, tma=False)
     if needs_gate and needs_up:
         # Nobody else sees the product, so its halves need not be views that know of it.
-        dwg, dwu = torch.unsafe_split(torch.mm(dgate_up.t(), rows), H)
+        dwg, dwu = torch.unsafe_split(common.weight_grad(plan, dgate_up, rows), H)
         return dwg, dwu
     if needs_gate:
-        return torch.mm(dgate_up[:, :H].t(), rows), None
-    return None, torch.mm(dgate_up[:, H:].t(), rows)
+        return common.weight_grad(plan, dgate_up[:, :H], rows), None
+    return None, common.weight_grad(plan, dgate_up[:, H:], rows)

@@ -83,5 +83,6 @@ def backward(
         dpre=kept if spends(plan.activation) and (spent or not saved) else None,
     )
     dx = torch.mm(dpre, weight) if needs_x else None
-    dw = torch.mm(dpre.t(), plan.launchers.common.as_rows(x, K, tma=False)) if needs_weight else None
+    common = plan.launchers.common
+    dw = common.weight_grad(plan, dpre, common.as_rows(x, K, tma=False)) if needs_weight else None
     return dx, dw, db

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from .. import reference as plain
@@ -92,11 +91,14 @@ def backward(
             return dx, dw1, dw2, db1, db2
         if needs_w2:
             assert hidden is not None
-            dw2 = torch.mm(gy.t(), hidden)  # first of the products: it is free before the others need room
+            dw2 = run.common.weight_grad(
+                plan, gy, hidden
+            )  # first of the products: it is free before the others need room
         del hidden, kept, a
         dx = run.small.dgrad(plan, dpre, fc1) if needs_x else None
-        dw1 = torch.mm(dpre.t(), run.common.as_rows(x, fc1.shape[1], tma=False)) if needs_w1 else None
+        rows = run.common.as_rows(x, fc1.shape[1], tma=False) if needs_w1 else None
+        dw1 = None if rows is None else run.common.weight_grad(plan, dpre, rows)
     else:
-        dw2 = torch.mm(gy.t(), run.linear.activate(plan, kept, act) if a is None else a)
+        dw2 = run.common.weight_grad(plan, gy, run.linear.activate(plan, kept, act) if a is None else a)
         db2 = gy.sum(0) if needs_b2 else None
     return dx, dw1, dw2, db1, db2

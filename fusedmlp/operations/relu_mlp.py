@@ -78,7 +78,7 @@ def backward(
     for i in range(last, lowest - 1, -1):
         below = saved[i - 1] if i else run.common.as_rows(x, weights[0].shape[1], tma=False)
         if needs_weights[i]:
-            dweights[i] = torch.mm(g.t(), below)
+            dweights[i] = run.common.weight_grad(plan, g, below)
         if i > lowest:
             g, _, dbiases[i - 1], _ = run.act.act_backward(
                 plan, f"backward.{i}", g, weights[i], below, act, False, needs_biases[i - 1], False

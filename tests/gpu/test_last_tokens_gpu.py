@@ -1,0 +1,64 @@
+"""Weight gradients at token counts where cuBLAS leaves the last tokens out (bench/last_token.py): ours have them."""
+
+import pytest
+import torch
+from support.operations import OPERATIONS
+
+from fusedmlp import settings
+from fusedmlp.activations import resolve_activation
+from fusedmlp.launchers.common import weight_grad
+from fusedmlp.plan import Plan, left_out
+
+pytestmark = pytest.mark.gpu
+
+WIDTHS = {
+    "linear_act": (256, 512),
+    "glu_mlp": (256, 512, 128),
+    "mlp": (256, 512, 128),
+    "relu_mlp": (256, 256, 512, 256),
+}
+SIZES = [((128, 128), 12808), ((512, 256), 2561), ((512, 256), 7938), ((256, 1024), 10754), ((768, 768), 16642)]
+SIZES += [((1536, 384), 38979), ((1024, 1024), 38403), ((3072, 768), 12417)]
+dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+
+
+@dtypes
+@pytest.mark.parametrize("size, tokens", SIZES, ids=str)
+def test_product(size, tokens, dtype):
+    """As close to float64 as rounding once allows, and with the last tokens, which are as large as all others."""
+    N, K = size
+    assert left_out(tokens)
+    plan = Plan("linear_act", resolve_activation("relu"), tokens, (K, N), dtype, torch.device("cuda", 0), "ieee", True)
+    dy = torch.randn(tokens, N, device="cuda", dtype=dtype) * tokens**-0.5
+    x = torch.randn(tokens, K, device="cuda", dtype=dtype)
+    last = plan.last_tokens(N, K)
+    dy[-last:] *= tokens**0.5
+    exact = dy.t().double() @ x.double()
+    found = weight_grad(plan, dy, x)
+    assert found.dtype == dtype and found.is_contiguous()
+    rounded = (exact.to(dtype).double() - exact).norm()
+    assert (found.double() - exact).norm() <= 1.25 * rounded + 1e-6 * exact.norm()
+
+
+@dtypes
+@pytest.mark.parametrize("op", list(OPERATIONS))
+@pytest.mark.parametrize("family", [None, "pair", "pointer"], ids=str)
+@pytest.mark.parametrize("tokens", [2561, 5762], ids=str)
+def test_operation(op, family, tokens, dtype):
+    """The upstream gradient is zero but for the last tokens: a gradient without them would be zero too."""
+    operation, forced = OPERATIONS[op], {} if family is None else {"family": family}
+    widths = WIDTHS[op]
+    shapes = {"x": (tokens, widths[0])} | operation.shapes(widths)
+    for seed in range(4):  # the later ones are steady
+        torch.manual_seed(seed)
+        leaves = {name: torch.randn(s, device="cuda", dtype=dtype) * s[-1] ** -0.5 for name, s in shapes.items()}
+        ours, exact = ({n: t.to(kind).requires_grad_() for n, t in leaves.items()} for kind in (dtype, torch.float64))
+        with settings.override(**forced):
+            y = operation.fused(ours, "relu")
+            gy = torch.zeros_like(y)
+            gy[-(tokens % 64) :].normal_()
+            y.backward(gy)
+        operation.plain(exact, "relu").backward(gy.double())
+        for name, leaf in ours.items():
+            right = exact[name].grad
+            assert (leaf.grad.double() - right).norm() < 0.1 * right.norm(), name

@@ -226,7 +226,7 @@ def _weight(plan: Plan, text: str, N: int, K: int) -> tuple[str, ...]:
     last = plan.last_tokens(N, K)
     if not last:
         return (f"cuBLAS {text}",)
-    return f"cuBLAS {text}", f"cuBLAS {text} of the last {last} tokens", f"{text}: both added"
+    return f"cuBLAS {text} of the last {last} tokens", f"cuBLAS {text} of the others, added"
 
 
 def _products(

@@ -64,23 +64,26 @@ def test_explain_plan_counts_the_products(op, tokens):
         "relu_mlp": lambda: functional.relu_mlp(x, [up, down], [None, None]),
     }[op]
     products = []
-    mm = torch.mm
 
-    def counted(a, b, **options):
-        products.append((b.shape[0], options.get("out_dtype")))
-        return mm(a, b, **options)
+    def counted(name: str):
+        original = getattr(torch, name)
+
+        def product(*args, **options):
+            products.append((name, args[-1].shape[0]))
+            return original(*args, **options)
+
+        return mock.patch.object(torch, name, product)
 
     with pretended(DEVICES["nvidia-a100"]), settings.override(family="pointer"):
         notes = explain_plan(call).notes
         y = call()
-        with mock.patch.object(torch, "mm", counted):
+        with counted("mm"), counted("addmm"):
             y.backward(torch.empty_like(y))
     (note,) = notes
     gradients = [text for text in note.backward if "dW" in text]
-    apart = [text for text in gradients if text.endswith("of the last 1 tokens")]
-    added = [text for text in gradients if text.endswith("both added")]
     weights = 1 if op == "linear_act" else 2
-    assert len(apart) == (weights if tokens == 2561 else 0) and len(gradients) == weights + 2 * len(apart)
-    assert len(added) == len(apart)
-    assert products.count((1, torch.float32)) == products.count((2560, torch.float32)) == len(apart)
-    assert sum(rows == tokens for rows, _ in products) == (0 if apart else weights)
+    apart = weights if tokens == 2561 else 0
+    assert sum(text.endswith("of the last 1 tokens") for text in gradients) == products.count(("mm", 1)) == apart
+    assert sum(text.endswith("of the others, added") for text in gradients) == products.count(("addmm", 2560)) == apart
+    assert len(gradients) == weights + apart
+    assert sum(rows == tokens for _, rows in products) == weights - apart

@@ -58,13 +58,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def weight_grad(plan: Plan, dy: Tensor, x: Tensor) -> Tensor:
     """``dy^T x``, [N, K], of [M, N] and [M, K]: a product of cuBLAS, or two where one would leave tokens out."""
-    N, K = dy.shape[1], x.shape[1]
-    last = plan.last_tokens(N, K)
+    last = plan.last_tokens(dy.shape[1], x.shape[1])
     if not last:
         return torch.mm(dy.t(), x)
-    # Rounded once, as a single product is.
-    first = torch.mm(dy[:-last].t(), x[:-last], out_dtype=torch.float32)
-    return torch.add(first, torch.mm(dy[-last:].t(), x[-last:], out_dtype=torch.float32), out=dy.new_empty(N, K))
+    # The few last ones first: what is rounded twice is the small part, and it may be written over.
+    few = torch.mm(dy[-last:].t(), x[-last:])
+    return torch.addmm(few, dy[:-last].t(), x[:-last], out=few)
 
 
 def row_stride(x: Tensor) -> int:

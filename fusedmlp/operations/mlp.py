@@ -91,9 +91,8 @@ def backward(
             return dx, dw1, dw2, db1, db2
         if needs_w2:
             assert hidden is not None
-            dw2 = run.common.weight_grad(
-                plan, gy, hidden
-            )  # first of the products: it is free before the others need room
+            # First of the products: the hidden layer is free before the others need room.
+            dw2 = run.common.weight_grad(plan, gy, hidden)
         del hidden, kept, a
         dx = run.small.dgrad(plan, dpre, fc1) if needs_x else None
         rows = run.common.as_rows(x, fc1.shape[1], tma=False) if needs_w1 else None

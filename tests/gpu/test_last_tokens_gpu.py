@@ -1,5 +1,7 @@
 """Weight gradients at token counts where cuBLAS leaves the last tokens out (bench/last_token.py): ours have them."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from support.operations import OPERATIONS
@@ -25,14 +27,13 @@ dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=[
 @dtypes
 @pytest.mark.parametrize("size, tokens", SIZES, ids=str)
 def test_product(size, tokens, dtype):
-    """As close to float64 as rounding once allows, and with the last tokens, which are as large as all others."""
+    """As close to float64 as rounding once allows, and with the last tokens, which weigh as much as many others."""
     N, K = size
     assert left_out(tokens)
     plan = Plan("linear_act", resolve_activation("relu"), tokens, (K, N), dtype, torch.device("cuda", 0), "ieee", True)
-    dy = torch.randn(tokens, N, device="cuda", dtype=dtype) * tokens**-0.5
+    dy = torch.randn(tokens, N, device="cuda", dtype=dtype)
     x = torch.randn(tokens, K, device="cuda", dtype=dtype)
-    last = plan.last_tokens(N, K)
-    dy[-last:] *= tokens**0.5
+    dy[-plan.last_tokens(N, K) :] *= 0.25 * tokens**0.5
     exact = dy.t().double() @ x.double()
     found = weight_grad(plan, dy, x)
     assert found.dtype == dtype and found.is_contiguous()
@@ -46,19 +47,27 @@ def test_product(size, tokens, dtype):
 @pytest.mark.parametrize("tokens", [2561, 5762], ids=str)
 def test_operation(op, family, tokens, dtype):
     """The upstream gradient is zero but for the last tokens: a gradient without them would be zero too."""
-    operation, forced = OPERATIONS[op], {} if family is None else {"family": family}
-    widths = WIDTHS[op]
+    with nullcontext() if family is None else settings.override(family=family):
+        for seed in range(4):  # the later ones are steady where nothing is forced
+            check(OPERATIONS[op], WIDTHS[op], tokens, dtype, seed)
+
+
+def test_wide_layers():
+    for seed in range(4):
+        check(OPERATIONS["glu_mlp"], (768, 3072, 768), 12417, torch.bfloat16, seed)
+
+
+def check(operation, widths, tokens, dtype, seed):
+    torch.manual_seed(seed)
     shapes = {"x": (tokens, widths[0])} | operation.shapes(widths)
-    for seed in range(4):  # the later ones are steady
-        torch.manual_seed(seed)
-        leaves = {name: torch.randn(s, device="cuda", dtype=dtype) * s[-1] ** -0.5 for name, s in shapes.items()}
-        ours, exact = ({n: t.to(kind).requires_grad_() for n, t in leaves.items()} for kind in (dtype, torch.float64))
-        with settings.override(**forced):
-            y = operation.fused(ours, "relu")
-            gy = torch.zeros_like(y)
-            gy[-(tokens % 64) :].normal_()
-            y.backward(gy)
-        operation.plain(exact, "relu").backward(gy.double())
-        for name, leaf in ours.items():
-            right = exact[name].grad
-            assert (leaf.grad.double() - right).norm() < 0.1 * right.norm(), name
+    leaves = {name: torch.randn(s, device="cuda", dtype=dtype) * s[-1] ** -0.5 for name, s in shapes.items()}
+    exact = {name: t.double().requires_grad_() for name, t in leaves.items()}
+    ours = {name: t.requires_grad_() for name, t in leaves.items()}
+    y = operation.fused(ours, "relu")
+    gy = torch.zeros_like(y)
+    gy[-(tokens % 64) :].normal_()
+    y.backward(gy)
+    operation.plain(exact, "relu").backward(gy.double())
+    for name, leaf in ours.items():
+        right = exact[name].grad
+        assert (leaf.grad.double() - right).norm() < 0.1 * right.norm(), name

@@ -141,6 +141,7 @@ def put(text: str, readme: Path) -> None:
 
 
 TITLES = {"grid": "Over the grid", "peers": "Against the peers", "first": "Against eager and torch.compile"}
+QUACK = "Against quack"  # in runs that have it
 SHOWN = ("speedup",)  # of the plots of a grid, in a README
 
 
@@ -177,11 +178,17 @@ def one_grid(contents: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [joined if c is grids[0] else c for c in contents if c is grids[0] or c["bench"] != "grid"]
 
 
+def title(content: dict[str, Any]) -> str:
+    if any(row["variant"].startswith("quack") for row in content["rows"]):
+        return QUACK
+    return TITLES.get(content["bench"], content["bench"])
+
+
 def text_of(contents: Sequence[dict[str, Any]], args: argparse.Namespace) -> str:
     parts = []
     for content in contents:
-        title = f"### {TITLES.get(content['bench'], content['bench'])}\n\n" if len(contents) > 1 else ""
-        parts.append(title + section(content, args))
+        heading = f"### {title(content)}\n\n" if len(contents) > 1 else ""
+        parts.append(heading + section(content, args))
         if args.plots and content["bench"] == "grid":
             parts.append(pictures(content, Path(args.plots), Path(args.readme)))
     return "\n".join(parts)

@@ -120,12 +120,15 @@ def test_a_readme_shows_all_files_and_the_plots(
     readme.write_text(f"above\n{report.BEGIN}\nold\n{report.END}\nbelow\n")
     rows = rows_of("geglu", "step", (8192, 768, 3072), "kernel_us", eager=2.0, fused=1.0)
     peers = common.write(common.result("peers", rows, CEILINGS, "NVIDIA H200"), tmp_path / "peers.json")
+    rows = rows_of("geglu", "step", (8192, 768, 3072), "kernel_us", quack_untuned=2.0, fused=1.0)
+    quack = common.write(common.result("peers", rows, CEILINGS, "NVIDIA H200"), tmp_path / "quack.json")
     path = common.write({**whole, "rows": [*whole["rows"], *small["rows"][:4]]}, tmp_path / "grid.json")
     folder = tmp_path / "docs" / "plots"
-    assert report.main([str(peers), str(path), "--readme", str(readme), "--plots", str(folder)]) == 0
+    assert report.main([str(peers), str(quack), str(path), "--readme", str(readme), "--plots", str(folder)]) == 0
     text = readme.read_text()
     assert text.startswith("above\n") and text.endswith("\nbelow\n") and "old" not in text
-    assert text.index("### Against the peers") < text.index("### Over the grid") < text.index("geometric mean")
+    headings = ["### Against the peers", "### Against quack", "### Over the grid", "geometric mean"]
+    assert sorted(headings, key=text.index) == headings
     shown = re.findall(r"!\[([\w-]+)\]\(([^)]+)\)", text)
     assert len(shown) == 4 and all(link == f"docs/plots/{name}.svg" for name, link in shown)
     assert all((tmp_path / link).is_file() for _, link in shown)

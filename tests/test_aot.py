@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib.resources import files
 from itertools import product
@@ -14,7 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
-from support.aot import DEVICES, SHARED_MEMORY, Recorded, compile_for, most_to_do, pretended, ptx_for
+from support.aot import DEVICES, SHARED_MEMORY, Recorded, compile_for, does_less, most_to_do, pretended, ptx_for
 from support.gluon import needs_gluon
 
 from fusedmlp import functional, settings
@@ -156,18 +156,28 @@ def recorded_for(case: Case, family: str | None = None) -> list[Recorded]:
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_compiles_without_spills(case: Case, part: int, capfd: pytest.CaptureFixture[str]) -> None:
-    expect_clean(recorded_for(case)[part::PARTS], case.capability, capfd)
+    expect_clean([e for e in recorded_for(case) if not has_twin(e, case)][part::PARTS], case.capability, capfd)
+
+
+def has_twin(entry: Recorded, case: Case) -> bool:
+    """Whether a kernel for small batches in float16 is compiled in bfloat16: plain loads and products, where the two
+    differ in the type alone."""
+    if case.dtype != torch.float16 or not entry.name.endswith("_small"):
+        return False
+    twin = replace(entry, signature=tuple(kind.replace("fp16", "bf16") for kind in entry.signature))
+    (other,) = (c for c in CASES if c.dtype == torch.bfloat16 and (c.devices, c.tma) == (case.devices, case.tma))
+    return any(twin == found or does_less(twin, found) for found in recorded_for(other))
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", [c for c in CASES if c.dtype != torch.float16], ids=lambda case: case.id)
 def test_kernels_for_small_batches_compile(case: Case, capfd: pytest.CaptureFixture[str]) -> None:
     """Forced, since neither the heuristic nor a table need take them; what they do take is compiled above. Where they
-    take none, who forces them gets a tile for few tokens and one for more."""
+    take none, who forces them gets the tile for most tokens."""
     compiled, recorded = set(recorded_for(case)), recorded_for(case, "small")
     if not any(entry.name.endswith("_small") for entry in compiled):
-        first, last = ({e.name: e.tile for e in order} for order in (recorded[::-1], recorded))
-        recorded = [entry for entry in recorded if entry.tile in (first[entry.name], last[entry.name])]
+        last = {entry.name: entry.tile for entry in recorded}
+        recorded = [entry for entry in recorded if entry.tile == last[entry.name]]
     expect_clean([entry for entry in recorded if entry not in compiled], case.capability, capfd)
 
 

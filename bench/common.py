@@ -180,6 +180,16 @@ def result(bench: str, rows: list[dict[str, Any]], ceilings: dict[str, float], g
     }
 
 
+def finding(bench: str, gpu: str) -> dict[str, Any]:
+    """What a file that is no table of rows begins with."""
+    return {"bench": bench, "date": now(), "commit": commit(), "gpu": gpu, "torch": torch.__version__}
+
+
+def write_finding(content: dict[str, Any], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
 def write(content: dict[str, Any], out: str | Path | None = None) -> Path:
     """Writes a result file, one row a line, to ``out`` or bench/results/<gpu>/<bench>.json; returns the
     path."""

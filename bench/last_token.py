@@ -18,7 +18,6 @@ Exit code: 0; 1 where a product loses tokens at another count, or fusedmlp loses
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -75,8 +74,9 @@ def main() -> int:
     parser.add_argument("--out", type=Path, metavar="FILE")
     args = parser.parse_args()
     gpu = common.need_gpu()
-    content: dict[str, Any] = {"bench": "last_token", "date": common.now(), "commit": common.commit(), "gpu": gpu}
-    content |= {"torch": torch.__version__, "cublas": common.version("nvidia-cublas"), "products": {}, "modules": {}}
+    content = common.finding("last_token", gpu) | {"cublas": common.version("nvidia-cublas")}
+    content |= {"products": {}, "modules": {}}
+    gradients = 3 * len(MODULE_TOKENS)
     wrong = 0
     for name, dtype in DTYPES.items():
         for size in SIZES:
@@ -92,13 +92,10 @@ def main() -> int:
             both = {"eager": eager, "fused": FusedGeGLUMLP.from_module(eager)}
             counts = {k: sum(lost_by(m, t, width[0], dtype) for t in MODULE_TOKENS) for k, m in both.items()}
             wrong += counts["fused"]
-            content["modules"][f"{name} {width[0]} -> {width[1]}"] = {"gradients": 3 * len(MODULE_TOKENS)} | counts
-            print(
-                f"module {name:8} {width[0]:4} -> {width[1]:4}: of {3 * len(MODULE_TOKENS)} lost {counts}", flush=True
-            )
+            content["modules"][f"{name} {width[0]} -> {width[1]}"] = {"gradients": gradients} | counts
+            print(f"module {name:8} {width[0]:4} -> {width[1]:4}: of {gradients} lost {counts}", flush=True)
     if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        common.write_finding(content, args.out)
     return int(wrong > 0)
 
 

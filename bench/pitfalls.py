@@ -8,7 +8,6 @@ Without a GPU (--cpu) the same code runs on small shapes; counts are then those 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -177,15 +176,13 @@ def main() -> int:
     args = parser.parse_args()
     gpu = "cpu" if args.cpu else common.need_gpu()
     warnings.simplefilter("ignore", HostCountWarning)
-    content: dict[str, Any] = {"bench": "pitfalls", "date": common.now(), "commit": common.commit(), "gpu": gpu}
-    content |= {"torch": torch.__version__, "pitfalls": {}}
+    content = common.finding("pitfalls", gpu) | {"pitfalls": {}}
     for name, show in PITFALLS.items():
         torch.manual_seed(0)
         content["pitfalls"][name] = show(Setting(args.cpu))
         print(name, content["pitfalls"][name], flush=True)
     if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        common.write_finding(content, args.out)
     return 0
 
 

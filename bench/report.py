@@ -141,7 +141,7 @@ def put(text: str, readme: Path) -> None:
 
 
 TITLES = {"grid": "Over the grid", "peers": "Against the peers", "first": "Against eager and torch.compile"}
-QUACK = "Against quack"  # in runs that have it
+TITLES["quack"] = "Against quack"  # a run of peers that has it
 SHOWN = ("speedup",)  # of the plots of a grid, in a README
 
 
@@ -179,9 +179,9 @@ def one_grid(contents: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def title(content: dict[str, Any]) -> str:
-    if any(row["variant"].startswith("quack") for row in content["rows"]):
-        return QUACK
-    return TITLES.get(content["bench"], content["bench"])
+    has_quack = any(row["variant"].startswith("quack") for row in content["rows"])
+    kind = "quack" if has_quack else content["bench"]
+    return TITLES.get(kind, kind)
 
 
 def text_of(contents: Sequence[dict[str, Any]], args: argparse.Namespace) -> str:

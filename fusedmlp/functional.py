@@ -215,7 +215,7 @@ def _fused(
     recorded = torch.is_grad_enabled()
     operands = (x, *weights, *biases)
     needs = [t is not None and t.requires_grad for t in operands] if recorded else [False] * len(operands)
-    differentiable = recorded and True in needs
+    differentiable = any(needs)
     if table is None and not differentiable:
         y, _ = OPERATIONS[plan.op].forward(plan, x, weights, biases, saving.INPUT)
         return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[1])

@@ -121,8 +121,8 @@ class Plan:
     def last_tokens(self, N: int, K: int) -> int:
         """How many tokens at the end a weight gradient [N, K] by cuBLAS takes in a product of their own: 0 for most
         token counts, see :func:`left_out`."""
-        cuda = self.device.type != "cpu" and self.dtype != torch.float32 and N * K <= MAX_SPLIT_WEIGHT
-        return self.M % 64 if cuda and left_out(self.M) else 0
+        splits = self.device.type != "cpu" and self.dtype != torch.float32 and N * K <= MAX_SPLIT_WEIGHT
+        return self.M % 64 if splits and left_out(self.M) else 0
 
     def measured(self, name: str) -> Row | None:
         """The row of a settings table that one kernel's settings come from; None where none of a table's do."""

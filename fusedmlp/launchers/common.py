@@ -57,7 +57,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def weight_grad(plan: Plan, dy: Tensor, x: Tensor) -> Tensor:
-    """``dy^T x``, [N, K], of [M, N] and [M, K]: a product of cuBLAS, or two where one would leave tokens out."""
+    """``dy^T x``, [N, K], of [M, N] and [..., K]: a product of cuBLAS, or two where one would leave tokens out."""
+    x = as_rows(x, x.shape[-1], tma=False)
     last = plan.last_tokens(dy.shape[1], x.shape[1])
     if not last:
         return torch.mm(dy.t(), x)

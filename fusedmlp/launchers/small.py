@@ -41,9 +41,12 @@ def glu_small_launch(plan: Plan, settings: Settings, M: int, H: int, flags: tupl
     return Launch(glu_small, tiles_of(settings, M, H), constants, **launch_options(settings))
 
 
-def _for_splits(plan: Plan, parts: int, tiles: int, like: Tensor, M: int, N: int) -> tuple[Tensor, Tensor]:
-    """Partial sums of the programs that share the sum behind a tile, and a counter for each tile."""
-    return like.new_empty((parts, M, N), dtype=torch.float32), barrier_counters(plan.device, tiles)
+def _for_splits(plan: Plan, parts: int, launch: Launch, like: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Partial sums [parts, M, N] of the programs that share the sum behind a tile, and a counter for each tile."""
+    if parts == 1:
+        return None, None
+    partial = like.new_empty((parts, *launch.numbers[:2]), dtype=torch.float32)
+    return partial, barrier_counters(plan.device, launch.grid // parts)
 
 
 def linear_act_small(
@@ -56,20 +59,15 @@ def linear_act_small(
     save_pre: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """``(act(x W^T + b), x W^T + b or None)``, both [M, N], in one launch; ``parts`` of the settings share K."""
-    parts = plan.settings[name].parts
     x = as_rows(x, weight.shape[1], tma=False)
     launch = plan.launches.get((name, activation, save_pre))
     if launch is None:
         launch = _linear_small_launch(plan, name, x, weight, bias is not None, activation, save_pre)
         plan.launches[(name, activation, save_pre)] = launch
-    numbers = launch.numbers
-    M, N = numbers[:2]
-    y = x.new_empty(M, N)
+    y = x.new_empty(*launch.numbers[:2])
     pre = torch.empty_like(y) if save_pre else None
-    partial = counters = None
-    if parts > 1:
-        partial, counters = _for_splits(plan, parts, launch.grid // parts, x, M, N)
-    launch(plan.device_index, x, weight, bias, y, pre, partial, counters, *numbers)
+    partial, counters = _for_splits(plan, plan.settings[name].parts, launch, x)
+    launch(plan.device_index, x, weight, bias, y, pre, partial, counters, *launch.numbers)
     return y, pre
 
 
@@ -155,8 +153,6 @@ def dual_dgrad(plan: Plan, dgate_up: Tensor, gate_weight: Tensor, up_weight: Ten
         return launch.of(M, D, H, row_stride(gate_weight), 0 if up_weight is None else row_stride(up_weight))
 
     launch = prepared(plan, ("dgrad", "small"), make)
-    partial = counters = None
-    if settings.parts > 1:
-        partial, counters = _for_splits(plan, settings.parts, launch.grid // settings.parts, dgate_up, M, D)
+    partial, counters = _for_splits(plan, settings.parts, launch, dgate_up)
     launch(plan.device_index, dgate_up, gate_weight, up_weight, dx, partial, counters, *launch.numbers)
     return dx

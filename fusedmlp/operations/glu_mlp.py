@@ -120,13 +120,11 @@ def _weight_grads(
     """One product for both; its halves are the two gradients."""
     if not needs_gate and not needs_up:
         return None, None
-    H, D = gate.shape
-    common = plan.launchers.common
-    rows = common.as_rows(x, D, tma=False)
+    H, common = gate.shape[0], plan.launchers.common
     if needs_gate and needs_up:
         # Nobody else sees the product, so its halves need not be views that know of it.
-        dwg, dwu = torch.unsafe_split(common.weight_grad(plan, dgate_up, rows), H)
+        dwg, dwu = torch.unsafe_split(common.weight_grad(plan, dgate_up, x), H)
         return dwg, dwu
     if needs_gate:
-        return common.weight_grad(plan, dgate_up[:, :H], rows), None
-    return None, common.weight_grad(plan, dgate_up[:, H:], rows)
+        return common.weight_grad(plan, dgate_up[:, :H], x), None
+    return None, common.weight_grad(plan, dgate_up[:, H:], x)

@@ -70,8 +70,7 @@ def backward(
     needs_x, needs_weight, needs_bias = needs
     (weight,) = weights
     (kept,) = saved or forward(plan, x, weights, biases, saving.HIDDEN)[1]
-    N, K = weight.shape
-    gy = gy.reshape(-1, N)
+    gy = gy.reshape(-1, weight.shape[0])
     dpre, _, db = plan.launchers.act.act_grad(
         plan,
         "backward",
@@ -83,6 +82,5 @@ def backward(
         dpre=kept if spends(plan.activation) and (spent or not saved) else None,
     )
     dx = torch.mm(dpre, weight) if needs_x else None
-    common = plan.launchers.common
-    dw = common.weight_grad(plan, dpre, common.as_rows(x, K, tma=False)) if needs_weight else None
+    dw = plan.launchers.common.weight_grad(plan, dpre, x) if needs_weight else None
     return dx, dw, db

@@ -95,8 +95,7 @@ def backward(
             dw2 = run.common.weight_grad(plan, gy, hidden)
         del hidden, kept, a
         dx = run.small.dgrad(plan, dpre, fc1) if needs_x else None
-        rows = run.common.as_rows(x, fc1.shape[1], tma=False) if needs_w1 else None
-        dw1 = None if rows is None else run.common.weight_grad(plan, dpre, rows)
+        dw1 = run.common.weight_grad(plan, dpre, x) if needs_w1 else None
     else:
         dw2 = run.common.weight_grad(plan, gy, run.linear.activate(plan, kept, act) if a is None else a)
         db2 = gy.sum(0) if needs_b2 else None

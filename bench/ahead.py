@@ -18,7 +18,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from fusedmlp.settings.types import GLUON_ONLY_OPS, Settings
+from fusedmlp.settings.types import FAMILIES, GLUON_ONLY_OPS, Settings
 
 Shape = tuple[int, int, int]  # tokens, hidden, intermediate
 Task = tuple[Callable[..., None], tuple[Any, ...]]
@@ -65,7 +65,9 @@ def stand_in(candidate: Settings, shape: Shape) -> Shape:
     return few, 256 + hidden % 16, 512 + intermediate % 16
 
 
-def kernel_tasks(ops: Iterable[str], shapes: Sequence[Shape], dtype: str) -> list[Task]:
+def kernel_tasks(
+    ops: Iterable[str], shapes: Sequence[Shape], dtype: str, families: Sequence[str] = FAMILIES
+) -> list[Task]:
     """One for each kernel that :func:`fusedmlp.tune.measure.measure` needs at these shapes."""
     from fusedmlp.tune.candidates import DTYPES
     from fusedmlp.tune.measure import candidates_for
@@ -74,8 +76,8 @@ def kernel_tasks(ops: Iterable[str], shapes: Sequence[Shape], dtype: str) -> lis
     for op in ops:
         for shape in shapes:
             for candidate in candidates_for(op, *shape, DTYPES[dtype][0]):
-                if op in GLUON_ONLY_OPS and candidate.family == "pair":
-                    continue  # products as they are served at the very shape
+                if candidate.family not in families or (op in GLUON_ONLY_OPS and candidate.family == "pair"):
+                    continue  # of the latter the products are as they are served at the very shape
                 small = stand_in(candidate, shape)
                 found.setdefault((op, candidate, small[1:]), (compile_kernel, (op, candidate, small, dtype)))
     return list(found.values())

@@ -32,6 +32,7 @@ from bench import ahead, common
 from bench.heuristic import measured
 from bench.script import script
 from fusedmlp.settings.device import info
+from fusedmlp.settings.types import FAMILIES
 from fusedmlp.tune.candidates import CANDIDATES, NOT_TABLED, PASS, Choice, candidates, choose, sizes
 from fusedmlp.tune.files import merged, today, write_table
 from fusedmlp.tune.measure import METHOD, measure
@@ -41,10 +42,12 @@ TOKENS = (16, 64, 128, 1024, 2048, 8192)
 HEAD = ("gpu", "torch", "triton", "date")
 
 
-def sweep(op: str, M: int, D: int, H: int, dtype: torch.dtype, rows: list[dict[str, Any]]) -> Choice | None:
+def sweep(
+    op: str, M: int, D: int, H: int, dtype: torch.dtype, rows: list[dict[str, Any]], families: Sequence[str] = FAMILIES
+) -> Choice | None:
     """What the rule takes of the right candidates at one shape; a row for each that ran."""
     begin = time.perf_counter()
-    found = measure(op, M, D, H, str(dtype).removeprefix("torch."))
+    found = measure(op, M, D, H, str(dtype).removeprefix("torch."), families)
     for candidate, reason in found.left_out:
         print(f"  left out: {op} [{M}, {D} -> {H}] {candidate}: {reason}")
     for candidate, times in found.times:
@@ -100,9 +103,9 @@ class Sweep:
         self.measured: list[dict[str, Any]] = []
         self.table: list[dict[str, Any]] = []
 
-    def width(self, op: str, D: int, H: int, tokens: Sequence[int]) -> None:
+    def width(self, op: str, D: int, H: int, tokens: Sequence[int], families: Sequence[str] = FAMILIES) -> None:
         for M in tokens:
-            found = sweep(op, M, D, H, torch.bfloat16, self.measured)
+            found = sweep(op, M, D, H, torch.bfloat16, self.measured, families)
             if found is not None and op not in NOT_TABLED:
                 self.table += table_rows(op, M, D, H, found)
 
@@ -123,6 +126,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
     made.add_argument("--widths", nargs="+", default=[f"{d},{h}" for d, h in WIDTHS], metavar="D,H")
     made.add_argument("--ops", nargs="+", default=list(CANDIDATES), choices=list(CANDIDATES))
+    made.add_argument("--families", nargs="+", default=list(FAMILIES), choices=FAMILIES, help="of candidates")
     made.add_argument("--out", help="the table (default: fusedmlp/settings/<gpu>.json)")
     made.add_argument("--log", help="all measurements (default: bench/results/<gpu>/sweep.json)")
     made.add_argument("--jobs", type=int, default=0, metavar="N", help="compile all candidates ahead in N processes")
@@ -149,7 +153,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         widths.append((D, H))
     if args.jobs > 0:
         shapes = [(M, D, H) for D, H in widths for M in args.tokens]
-        ahead.run(ahead.kernel_tasks(args.ops, shapes, "bfloat16"), args.jobs)
+        ahead.run(ahead.kernel_tasks(args.ops, shapes, "bfloat16", args.families), args.jobs)
     run = Sweep(args.out, args.log, gpu)
     said = "nothing was measured"
     for D, H in widths:  # a run that is cut off has all kernels of the widths that it reached
@@ -157,7 +161,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if time.perf_counter() - begin > args.minutes * 60:
                 print(f"not measured in the {args.minutes:g} minutes: {op} {D} -> {H}")
                 continue
-            run.width(op, D, H, args.tokens)
+            run.width(op, D, H, args.tokens, args.families)
             said = run.write()
     print(said)
     return 0 if run.measured else 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,9 @@ CEILINGS = {"copy_tb_s": 4.0, "read_tb_s": 4.1, "gemm_tflop_s": 800.0}
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     found: list[tuple[Any, ...]] = []
 
-    def measure(op: str, M: int, D: int, H: int, dtype: str) -> Measured:
+    def measure(op: str, M: int, D: int, H: int, dtype: str, families: Sequence[str]) -> Measured:
         found.append((op, M, D, H, dtype))
-        served = candidates(op, M, True, True)
+        served = [c for c in candidates(op, M, True, True) if c.family in families]
         return Measured([(c, [50.0 - i, 51.0 - i]) for i, c in enumerate(served[:-1])], [(served[-1], "does not fit")])
 
     monkeypatch.setattr(sweep, "measure", measure)
@@ -68,11 +69,18 @@ def test_a_run_out_of_time_leaves_whole_files(asked: list[Any], tmp_path: Path, 
 
 def test_candidates_are_compiled_before_anything_is_measured(asked: list[Any], tmp_path: Path, monkeypatch) -> None:
     told: list[Any] = []
-    monkeypatch.setattr(ahead, "kernel_tasks", lambda ops, shapes, dtype: [ops, shapes, dtype])
+    monkeypatch.setattr(ahead, "kernel_tasks", lambda ops, shapes, dtype, families: [ops, shapes, dtype])
     monkeypatch.setattr(ahead, "run", lambda tasks, jobs: told.append((tasks, jobs, len(asked))))
     files = ["--out", str(tmp_path / "table.json"), "--log", str(tmp_path / "log.json")]
     assert sweep.main(["--widths", "96,192", "--tokens", "8", "16", "--ops", "glu", "--jobs", "7", *files]) == 0
     assert told == [([["glu"], [(8, 96, 192), (16, 96, 192)], "bfloat16"], 7, 0)]
+
+
+def test_families_bound_the_candidates(asked: list[Any], tmp_path: Path) -> None:
+    files = ["--out", str(tmp_path / "table.json"), "--log", str(tmp_path / "log.json")]
+    asked_for = ["--widths", "96,192", "--tokens", "8", "--ops", "glu_backward", "--families", "gluon", "pair"]
+    assert sweep.main([*asked_for, *files]) == 0
+    assert {row["variant"].split()[0] for row in common.load(tmp_path / "log.json")["rows"]} == {"gluon", "pair"}
 
 
 def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from .activations import activate
-from .common import dot, round_as_stored, tile_of
+from .common import dot, round_as_stored, rounded, tile_of
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -58,13 +58,14 @@ def glu_tma(
             gate += tl.load(bg_ptr + columns, mask=columns < H, other=0.0).to(tl.float32)[None, :]
         if HAS_UP_BIAS:
             up += tl.load(bu_ptr + columns, mask=columns < H, other=0.0).to(tl.float32)[None, :]
-        gate = gate.to(h_desc.dtype)  # rounded first, as eager does: backward starts from the same values
-        up = up.to(h_desc.dtype)
+        # Rounded first, as eager does: backward starts from the same values.
+        gate = rounded(gate, h_desc.dtype, FAST_MATH)
+        up = rounded(up, h_desc.dtype, FAST_MATH)
         if SAVE_GATE_UP:
             gate_desc.store([row, col], gate)
             up_desc.store([row, col], up)
         if STORE_H:
-            a = round_as_stored(activate(gate.to(tl.float32), ACT, FAST_MATH), h_desc.dtype)
+            a = round_as_stored(activate(gate.to(tl.float32), ACT, FAST_MATH), h_desc.dtype, FAST_MATH)
             h_desc.store([row, col], (a * up.to(tl.float32)).to(h_desc.dtype))
 
 
@@ -119,15 +120,15 @@ def glu_pointer(
         gate += tl.load(bg_ptr + columns, mask=columns < H, other=0.0).to(tl.float32)[None, :]
     if HAS_UP_BIAS:
         up += tl.load(bu_ptr + columns, mask=columns < H, other=0.0).to(tl.float32)[None, :]
-    gate = gate.to(x_ptr.dtype.element_ty)
-    up = up.to(x_ptr.dtype.element_ty)
+    gate = rounded(gate, x_ptr.dtype.element_ty, FAST_MATH)
+    up = rounded(up, x_ptr.dtype.element_ty, FAST_MATH)
     mask = (rows[:, None] < M) & (columns[None, :] < H)
     if SAVE_GATE_UP:
         at = rows[:, None].to(tl.int64) * (2 * H) + columns[None, :]
         tl.store(gate_up_ptr + at, gate, mask=mask)
         tl.store(gate_up_ptr + at + H, up, mask=mask)
     if STORE_H:
-        a = round_as_stored(activate(gate.to(tl.float32), ACT, FAST_MATH), x_ptr.dtype.element_ty)
+        a = round_as_stored(activate(gate.to(tl.float32), ACT, FAST_MATH), x_ptr.dtype.element_ty, FAST_MATH)
         h = a * up.to(tl.float32)
         at = rows[:, None].to(tl.int64) * H + columns[None, :]
         tl.store(h_ptr + at, h.to(h_ptr.dtype.element_ty), mask=mask)

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from .activations import activate
-from .common import dot, tile_of
+from .common import dot, rounded, tile_of
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -70,7 +70,8 @@ def _store_tma(
     if HAS_BIAS:
         columns = col + tl.arange(0, PART_N)
         acc += tl.load(b_ptr + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
-    pre = acc.to(y_desc.dtype)  # rounded first, as eager does: backward starts from the same value
+    # Rounded first, as eager does: backward starts from the same value.
+    pre = rounded(acc, y_desc.dtype, FAST_MATH)
     if SAVE_PRE:
         pre_desc.store([row, col], pre)
     y_desc.store([row, col], activate(pre.to(tl.float32), ACT, FAST_MATH).to(y_desc.dtype))
@@ -114,7 +115,7 @@ def linear_act_pointer(
         acc = dot(x, w, acc, PRECISION)
     if HAS_BIAS:
         acc += tl.load(b_ptr + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
-    pre = acc.to(y_ptr.dtype.element_ty)
+    pre = rounded(acc, y_ptr.dtype.element_ty, FAST_MATH)
     at = rows[:, None].to(tl.int64) * N + columns[None, :]
     mask = (rows[:, None] < M) & (columns[None, :] < N)
     if SAVE_PRE:

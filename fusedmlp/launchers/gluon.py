@@ -16,18 +16,29 @@ def stages(settings: Settings) -> int:
     return max(2, settings.stages)
 
 
-def store_buffers(plan: Plan, settings: Settings, width: int, columns: int, consumers: int) -> int:
-    """Buffers [block_m, columns] that each consumer stores through: what the operands, block_m and ``width`` rows of
-    block_k, leave room for."""
+def _room(plan: Plan, settings: Settings, width: int) -> int:
+    """Elements of shared memory that the operands' ring leaves: of block_m and ``width`` rows of block_k a stage."""
     operands = stages(settings) * (settings.block_m + width) * settings.block_k
-    room = (info(plan.device).shared - 1024) // plan.dtype.itemsize - operands  # barriers need less than a kilobyte
-    return max(1, min(2, room // (consumers * settings.block_m * columns)))
+    return (info(plan.device).shared - 1024) // plan.dtype.itemsize - operands  # barriers need less than a kilobyte
+
+
+def store_buffers(plan: Plan, settings: Settings, width: int, columns: int, consumers: int) -> int:
+    """Buffers [block_m, columns] that each consumer stores through: what the operands leave room for, two at most."""
+    return max(1, min(2, _room(plan, settings, width) // (consumers * settings.block_m * columns)))
 
 
 def chunk(settings: Settings, biases: bool) -> tuple[int, int]:
     """Rows and columns that a backward's epilogue takes at once: 64 at most, so that two are loaded ahead (a slot is
     given back when the next is there); the sums for bias gradients leave registers for half."""
     return min(settings.block_m, 64), min(settings.block_n // settings.parts, 32 if biases else 64)
+
+
+def chunk_slots(plan: Plan, settings: Settings, rows: int, columns: int, weights: int) -> int:
+    """Chunks that each of two warpgroups keeps loaded: 256 columns of gate and up together, or what there is room for
+    beside the operands and two chunks of h on their way out; two at least, as one is given back when the next is there.
+    """
+    room = _room(plan, settings, settings.block_n) // (2 * rows * columns) - 2
+    return max(2, min(256 // columns, room) // weights)
 
 
 def partial_rows(settings: Settings, M: int) -> int:
@@ -59,8 +70,8 @@ def backward_launch(
     flags: tuple[Any, ...],
     cooperative: bool,
 ) -> Launch:
-    """Of the backward to the hidden layer. ``slots``: chunks that a warpgroup keeps loaded ahead; ``flags`` from the
-    activation on; cooperative: bias gradients are finished behind a grid barrier."""
+    """Of the backward to the hidden layer. ``slots``: :func:`chunk_slots`; ``flags`` from the activation on;
+    cooperative: bias gradients are finished behind a grid barrier."""
     from ..kernels.gluon.hidden_backward import hidden_backward_gluon
 
     options: dict[str, Any] = {"num_warps": settings.warps}

@@ -7,7 +7,7 @@ it when a layer's turn comes.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -27,7 +27,7 @@ from ..launchers.small import dgrad, down
 from ..plan import Plan
 from ..settings.device import info
 from ..settings.heuristic import tma_dtype
-from ..settings.types import GLUON_ONLY_OPS, Settings
+from ..settings.types import FAMILIES, GLUON_ONLY_OPS, Settings
 from .candidates import DTYPES, candidates
 from .compare import times_of
 from .files import DeviceLost
@@ -238,8 +238,9 @@ def precision_of(dtype: str) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def measure(op: str, M: int, D: int, H: int, dtype: str) -> Measured:
-    """Every candidate for one kernel of a layer D -> H with M tokens; dtype: a name of :data:`DTYPES`.
+def measure(op: str, M: int, D: int, H: int, dtype: str, families: Sequence[str] = FAMILIES) -> Measured:
+    """Every candidate for one kernel of a layer D -> H with M tokens; dtype: a name of :data:`DTYPES`. Of ``families``
+    alone, where it is given.
 
     A candidate that is wrong, does not fit or does not compile is left out, with the reason. The right ones are timed
     when all are known.
@@ -261,6 +262,8 @@ def measure(op: str, M: int, D: int, H: int, dtype: str) -> Measured:
         expected = run_torch(op, problem)
         plans_of: list[tuple[Settings, Plan]] = []
         for candidate in candidates_for(op, M, D, H, problem.x.dtype):
+            if candidate.family not in families:
+                continue
             try:
                 plans_of.append((candidate, _right(op, problem, candidate, expected, WORST[dtype])))
             except Exception as reason:  # a candidate that does not fit this GPU is a result, not an end

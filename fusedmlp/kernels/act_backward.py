@@ -39,7 +39,7 @@ def _epilogue_tma(
     BIAS_GRAD: tl.constexpr,
     FAST_MATH: tl.constexpr,
 ):
-    acc = round_as_stored(acc, dpre_desc.dtype, FAST_MATH)
+    acc = round_as_stored(acc, dpre_desc.dtype)
     saved = saved_desc.load([row, col]).to(tl.float32)
     dpre, a = grad_through(acc, saved, ACT, SAVES_OUTPUT, FAST_MATH)
     dpre_desc.store([row, col], dpre.to(dpre_desc.dtype))
@@ -199,7 +199,7 @@ def act_backward_pointer(
         mask = (rows[:, None] < M) & (columns[None, :] < N)
         at = rows[:, None].to(tl.int64) * N + columns[None, :]
         saved = tl.load(saved_ptr + at, mask=mask, other=0.0).to(tl.float32)
-        dpre, a = grad_through(round_as_stored(acc, DTYPE, FAST_MATH), saved, ACT, SAVES_OUTPUT, FAST_MATH)
+        dpre, a = grad_through(round_as_stored(acc, DTYPE), saved, ACT, SAVES_OUTPUT, FAST_MATH)
         tl.debug_barrier()  # saved is read: its memory may be that of dpre
         tl.store(dpre_ptr + at, dpre.to(DTYPE), mask=mask)
         if STORE_A:

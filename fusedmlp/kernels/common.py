@@ -36,16 +36,12 @@ def _round_to_tf32(x):
 
 @triton.jit
 def rounded(x, DTYPE: tl.constexpr, FAST_MATH: tl.constexpr):
-    """x (fp32) in DTYPE. FAST_MATH: two values an instruction. A plain conversion is paired where its result is stored
-    and nothing else; where it is computed with too, each takes an instruction of the slow unit that has exp and tanh.
-    """
+    """x (fp32) in DTYPE. FAST_MATH: to bf16 two values an instruction. A plain conversion is paired where its result is
+    stored and nothing else; one that is computed with too has an instruction of its own, on the slow unit of exp and
+    tanh."""
     if FAST_MATH and DTYPE == tl.bfloat16:
         y = tl.inline_asm_elementwise(
             "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=2
-        )
-    elif FAST_MATH and DTYPE == tl.float16:
-        y = tl.inline_asm_elementwise(
-            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=tl.float16, is_pure=True, pack=2
         )
     else:
         y = x.to(DTYPE)
@@ -53,13 +49,13 @@ def rounded(x, DTYPE: tl.constexpr, FAST_MATH: tl.constexpr):
 
 
 @triton.jit
-def round_as_stored(x, DTYPE: tl.constexpr, FAST_MATH: tl.constexpr):
+def round_as_stored(x, DTYPE: tl.constexpr):
     """x as it would be had it been stored in fp16, where eager's intermediate may overflow to inf; else x.
 
     The other dtypes have fp32's range, so that keeping fp32 there only makes the result more accurate.
     """
     if DTYPE == tl.float16:
-        x = rounded(x, tl.float16, FAST_MATH).to(tl.float32)
+        x = x.to(tl.float16).to(tl.float32)
     return x
 
 

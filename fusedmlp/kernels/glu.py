@@ -65,7 +65,7 @@ def glu_tma(
             gate_desc.store([row, col], gate)
             up_desc.store([row, col], up)
         if STORE_H:
-            a = round_as_stored(activate(gate.to(tl.float32), ACT, FAST_MATH), h_desc.dtype, FAST_MATH)
+            a = round_as_stored(activate(gate.to(tl.float32), ACT, FAST_MATH), h_desc.dtype)
             h_desc.store([row, col], (a * up.to(tl.float32)).to(h_desc.dtype))
 
 
@@ -120,15 +120,15 @@ def glu_pointer(
         gate += tl.load(bg_ptr + columns, mask=columns < H, other=0.0).to(tl.float32)[None, :]
     if HAS_UP_BIAS:
         up += tl.load(bu_ptr + columns, mask=columns < H, other=0.0).to(tl.float32)[None, :]
-    gate = rounded(gate, x_ptr.dtype.element_ty, FAST_MATH)
-    up = rounded(up, x_ptr.dtype.element_ty, FAST_MATH)
+    gate = gate.to(x_ptr.dtype.element_ty)
+    up = up.to(x_ptr.dtype.element_ty)
     mask = (rows[:, None] < M) & (columns[None, :] < H)
     if SAVE_GATE_UP:
         at = rows[:, None].to(tl.int64) * (2 * H) + columns[None, :]
         tl.store(gate_up_ptr + at, gate, mask=mask)
         tl.store(gate_up_ptr + at + H, up, mask=mask)
     if STORE_H:
-        a = round_as_stored(activate(gate.to(tl.float32), ACT, FAST_MATH), x_ptr.dtype.element_ty, FAST_MATH)
+        a = round_as_stored(activate(gate.to(tl.float32), ACT, FAST_MATH), x_ptr.dtype.element_ty)
         h = a * up.to(tl.float32)
         at = rows[:, None].to(tl.int64) * H + columns[None, :]
         tl.store(h_ptr + at, h.to(h_ptr.dtype.element_ty), mask=mask)

@@ -22,10 +22,10 @@ from .common import (
 @triton.jit
 def gated_grads(dh, gate, up, ACT: tl.constexpr, FAST_MATH: tl.constexpr, DTYPE: tl.constexpr):
     """(dGate, dUp, h), all fp32."""
-    dh = round_as_stored(dh, DTYPE, FAST_MATH)
+    dh = round_as_stored(dh, DTYPE)
     a, d = activate_grad(gate, ACT, FAST_MATH)
-    a = round_as_stored(a, DTYPE, FAST_MATH)
-    return times_derivative(round_as_stored(dh * up, DTYPE, FAST_MATH), d, ACT), dh * a, a * up
+    a = round_as_stored(a, DTYPE)
+    return times_derivative(round_as_stored(dh * up, DTYPE), d, ACT), dh * a, a * up
 
 
 @triton.jit

@@ -115,7 +115,7 @@ def linear_act_pointer(
         acc = dot(x, w, acc, PRECISION)
     if HAS_BIAS:
         acc += tl.load(b_ptr + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
-    pre = rounded(acc, y_ptr.dtype.element_ty, FAST_MATH)
+    pre = acc.to(y_ptr.dtype.element_ty)
     at = rows[:, None].to(tl.int64) * N + columns[None, :]
     mask = (rows[:, None] < M) & (columns[None, :] < N)
     if SAVE_PRE:

@@ -94,7 +94,7 @@ def glu_act_forward(
     at = rows[:, None] * (2 * H) + columns[None, :]
     gate = tl.load(gate_up_ptr + at, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + at + H, mask=mask, other=0.0).to(tl.float32)
-    h = round_as_stored(activate(gate, ACT, FAST_MATH), h_ptr.dtype.element_ty, FAST_MATH) * up
+    h = round_as_stored(activate(gate, ACT, FAST_MATH), h_ptr.dtype.element_ty) * up
     tl.store(h_ptr + rows[:, None] * H + columns[None, :], h.to(h_ptr.dtype.element_ty), mask=mask)
 
 
@@ -139,8 +139,8 @@ def glu_act_backward(
             gate = tl.load(gate_up_ptr + at, mask=mask, other=0.0).to(tl.float32)
             up = tl.load(gate_up_ptr + at + H, mask=mask, other=0.0).to(tl.float32)
             a, d = activate_grad(gate, ACT, FAST_MATH)
-            a = round_as_stored(a, DTYPE, FAST_MATH)
-            dgate = times_derivative(round_as_stored(dh * up, DTYPE, FAST_MATH), d, ACT)
+            a = round_as_stored(a, DTYPE)
+            dgate = times_derivative(round_as_stored(dh * up, DTYPE), d, ACT)
             dup = dh * a
             tl.debug_barrier()  # dh, gate and up are read: their memory may be that of h, dgate and dup
             tl.store(dgate_up_ptr + at, dgate.to(DTYPE), mask=mask)

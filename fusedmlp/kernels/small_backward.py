@@ -67,7 +67,7 @@ def hidden_backward_small(
                 if BIAS_GRAD:  # rows past M hold 0 * W, NaN where W is infinite
                     up_total += tl.sum(tl.where(mask, dup, 0.0), axis=1)
             else:
-                grad, h = grad_through(round_as_stored(acc, DTYPE, FAST_MATH), saved, ACT, SAVES_OUTPUT, FAST_MATH)
+                grad, h = grad_through(round_as_stored(acc, DTYPE), saved, ACT, SAVES_OUTPUT, FAST_MATH)
                 tl.debug_barrier()
             tl.store(grad_ptr + at, grad.to(DTYPE), mask=mask)
             if STORE_H:

@@ -74,7 +74,7 @@ def glu_small(
         tl.store(gate_up_ptr + at, gate, mask=mask)
         tl.store(gate_up_ptr + at + H, up, mask=mask)
     if STORE_H:
-        a = round_as_stored(activate(gate.to(tl.float32), ACT, FAST_MATH), x_ptr.dtype.element_ty, FAST_MATH)
+        a = round_as_stored(activate(gate.to(tl.float32), ACT, FAST_MATH), x_ptr.dtype.element_ty)
         h = a * up.to(tl.float32)
         at = tokens[None, :].to(tl.int64) * H + features[:, None]
         tl.store(h_ptr + at, h.to(h_ptr.dtype.element_ty), mask=mask)

@@ -35,10 +35,11 @@ def chunk(settings: Settings, biases: bool) -> tuple[int, int]:
 
 def chunk_slots(plan: Plan, settings: Settings, rows: int, columns: int, weights: int) -> int:
     """Chunks that each of two warpgroups keeps loaded: 256 columns of gate and up together, or what there is room for
-    beside the operands and two chunks of h on their way out; two at least, as one is given back when the next is there.
-    """
+    beside the operands and two chunks of h on their way out. A power of two, of which every use takes a remainder; two
+    at least, as one is given back when the next is there."""
     room = _room(plan, settings, settings.block_n) // (2 * rows * columns) - 2
-    return max(2, min(256 // columns, room) // weights)
+    slots = max(2, min(256 // columns, room) // weights)
+    return 1 << (slots.bit_length() - 1)
 
 
 def partial_rows(settings: Settings, M: int) -> int:

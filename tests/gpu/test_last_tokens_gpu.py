@@ -43,9 +43,10 @@ def test_product(size, tokens, dtype):
 
     found = weight_grad(plan, dy, x)
     assert found.dtype == dtype and found.is_contiguous()
-    # Some split sums of cuBLAS are rounded in parts.
+    # cuBLAS rounds some split sums before it adds them to the last tokens': two roundings, whose error is the square
+    # root of two of one's. Without the last tokens it would be some hundred times as large.
     whole = torch.mm(dy[:-last].t(), x[:-last])
-    assert error(found, tokens) <= 1.25 * error(whole, tokens - last) + 1e-6
+    assert error(found, tokens) <= 1.5 * error(whole, tokens - last) + 1e-6
 
 
 @dtypes

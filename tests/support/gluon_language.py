@@ -518,7 +518,6 @@ ASSEMBLY: dict[str, Callable[..., Tensor]] = {
     "rcp.approx.ftz.f32": torch.reciprocal,
     "cvt.rna.tf32.f32": torch.clone,
     "cvt.rn.bf16x2.f32": torch.clone,  # rounded as any value of its type is
-    "cvt.rn.f16x2.f32": torch.clone,
 }
 LANGUAGE: dict[str, Any] = {}
 

@@ -114,7 +114,7 @@ def _chunk(
     wait_full(full, i, SLOTS)
     slot = bufs.index(i % SLOTS)
     gate = slot.slice(0, ROWS).load(dh.type.layout).to(gl.float32)
-    dh = round_as_stored(dh, DTYPE, FAST_MATH)
+    dh = round_as_stored(dh, DTYPE)
     if dup_desc is None:
         dgate, h = grad_through(dh, gate, ACT, SAVES_OUTPUT, FAST_MATH)
         h = h.to(DTYPE)
@@ -122,9 +122,9 @@ def _chunk(
     else:
         up = slot.slice(ROWS, ROWS).load(dh.type.layout).to(gl.float32)
         a, d = activate_grad(gate, ACT, FAST_MATH)
-        a = round_as_stored(a, DTYPE, FAST_MATH)
+        a = round_as_stored(a, DTYPE)
         h = (a * up).to(DTYPE)
-        dgate = times_derivative(round_as_stored(dh * up, DTYPE, FAST_MATH), d, ACT)
+        dgate = times_derivative(round_as_stored(dh * up, DTYPE), d, ACT)
         dup = dh * a
     if BIAS_GRAD:
         store_band_sums(dgate, gate_sum_ptr, row, column, M, H)

@@ -99,7 +99,7 @@ def _part(
     if STORE_H:
         h = activate(gate.to(gl.float32), ACT, FAST_MATH)
         if GATED:
-            h = round_as_stored(h, DTYPE, FAST_MATH) * up.to(gl.float32)
+            h = round_as_stored(h, DTYPE) * up.to(gl.float32)
         out = put(h, h_desc, outs, out, row, column, BUFFERS)
     return out
 

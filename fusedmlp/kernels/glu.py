@@ -62,11 +62,11 @@ def glu_tma(
         gate = rounded(gate, h_desc.dtype, FAST_MATH)
         up = rounded(up, h_desc.dtype, FAST_MATH)
         if SAVE_GATE_UP:
-            gate_desc.store([row, col], gate)
-            up_desc.store([row, col], up)
+            gate_desc.store([row, col], gate.to(h_desc.dtype))
+            up_desc.store([row, col], up.to(h_desc.dtype))
         if STORE_H:
-            a = round_as_stored(activate(gate.to(tl.float32), ACT, FAST_MATH), h_desc.dtype)
-            h_desc.store([row, col], (a * up.to(tl.float32)).to(h_desc.dtype))
+            a = round_as_stored(activate(gate, ACT, FAST_MATH), h_desc.dtype)
+            h_desc.store([row, col], (a * up).to(h_desc.dtype))
 
 
 @triton.jit(do_not_specialize=["M"])

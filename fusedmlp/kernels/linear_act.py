@@ -73,8 +73,8 @@ def _store_tma(
     # Rounded first, as eager does: backward starts from the same value.
     pre = rounded(acc, y_desc.dtype, FAST_MATH)
     if SAVE_PRE:
-        pre_desc.store([row, col], pre)
-    y_desc.store([row, col], activate(pre.to(tl.float32), ACT, FAST_MATH).to(y_desc.dtype))
+        pre_desc.store([row, col], pre.to(y_desc.dtype))
+    y_desc.store([row, col], activate(pre, ACT, FAST_MATH).to(y_desc.dtype))
 
 
 @triton.jit(do_not_specialize=["M"])

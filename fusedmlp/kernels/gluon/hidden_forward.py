@@ -87,7 +87,9 @@ def _part(
     COLUMNS: gl.constexpr = h_desc.block_type.shape[1]
     if gate_bias_ptr is not None:
         gate = _add_bias(gate, gate_bias_ptr, column, H, COLUMNS)
-    gate = rounded(gate, DTYPE, FAST_MATH)  # rounded first, as eager does: backward starts from the same values
+    # Rounded first, as eager does: backward starts from the same values. The ReLU of one is the same before and after.
+    if GATED or ACT != "relu":
+        gate = rounded(gate, DTYPE, FAST_MATH)
     if SAVE:
         out = put(gate, g_desc, outs, out, row, column, BUFFERS)
     if GATED:
@@ -97,9 +99,9 @@ def _part(
         if SAVE:
             out = put(up, u_desc, outs, out, row, column, BUFFERS)
     if STORE_H:
-        h = activate(gate.to(gl.float32), ACT, FAST_MATH)
+        h = activate(gate, ACT, FAST_MATH)
         if GATED:
-            h = round_as_stored(h, DTYPE) * up.to(gl.float32)
+            h = round_as_stored(h, DTYPE) * up
         out = put(h, h_desc, outs, out, row, column, BUFFERS)
     return out
 

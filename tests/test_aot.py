@@ -14,17 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
-from support.aot import (
-    DEVICES,
-    SHARED_MEMORY,
-    Recorded,
-    compile_for,
-    does_less,
-    most_to_do,
-    pretended,
-    ptx_for,
-    sass_for,
-)
+from support.aot import DEVICES, SHARED_MEMORY, Recorded, compile_for, does_less, most_to_do, pretended, ptx_for
 from support.gluon import needs_gluon
 
 from fusedmlp import functional, settings
@@ -220,19 +210,6 @@ def test_grouped_products_compile_without_spills(dtype: torch.dtype, capfd: pyte
             found += [entry for entry in recorded if entry.name == "glu_grads_gluon"]
     assert len(found) == 4
     expect_clean(found, 90, capfd)
-
-
-@pytest.mark.parametrize("family", ["gluon", "tma"])
-def test_values_are_rounded_in_pairs(family: str) -> None:
-    """F2F rounds one value, on the unit that has exp and tanh: gate and up, stored and computed with, took two of them
-    an element in bfloat16."""
-    with pretended(DEVICES["nvidia-h200"]) as recorded, settings.override(family=family):
-        _run_all(torch.bfloat16, 1024, 768, 3072, "gelu_tanh", biases=False, train=True)
-    hidden = [entry for entry in recorded if re.match("hidden|glu_(?!grads)|linear_act|act_backward", entry.name)]
-    assert len({entry.name for entry in hidden}) == (2 if family == "gluon" else 4)
-    for entry in most_to_do(hidden, first_whole=False):
-        code = sass_for(entry, 90)
-        assert "F2FP." in code and "F2F." not in code, entry
 
 
 def test_pointwise_kernels_move_vectors() -> None:

@@ -75,6 +75,15 @@ def test_rings_have_two_places_at_least(forced, biases):
 
 
 @needs_gluon
+@pytest.mark.parametrize("stages, gated, alone", [(4, 4, 8), (5, 2, 4), (6, 2, 2)])
+def test_chunks_take_the_room_that_operands_leave(stages, gated, alone):
+    """A stage is 32 KB of the 227, a chunk of gate and up 8, of one alone 4, in each of two warpgroups."""
+    forced = {"family": "gluon", "block_m": 128, "block_n": 128, "block_k": 64, "parts": 4, "stages": stages}
+    backward = named(step(**forced), "hidden_backward_gluon")
+    assert [launch.named_constants["SLOTS"] for launch in backward] == [gated, alone]
+
+
+@needs_gluon
 def test_a_grid_behind_a_barrier_is_resident():
     for ctas in (1, 2):
         for launch in named(step(True, ctas_per_sm=ctas), "hidden_backward_gluon"):

@@ -35,27 +35,6 @@ def _round_to_tf32(x):
 
 
 @triton.jit
-def rounded(x, DTYPE: tl.constexpr, FAST_MATH: tl.constexpr):
-    """x (fp32) rounded to DTYPE, in fp32: what is stored and then computed with.
-
-    FAST_MATH: to bf16 two values at a time, in one and a half instructions each. A plain conversion is paired where its
-    result is stored and nothing else; otherwise it takes an instruction of the slow unit of exp and tanh.
-    """
-    if FAST_MATH and DTYPE == tl.bfloat16:
-        y = tl.inline_asm_elementwise(
-            "cvt.rn.bf16x2.f32 $0, $3, $2; and.b32 $1, $0, 0xffff0000; shl.b32 $0, $0, 16;",
-            "=r,=r,r,r",
-            [x],
-            dtype=tl.float32,
-            is_pure=True,
-            pack=2,
-        )
-    else:
-        y = x.to(DTYPE).to(tl.float32)
-    return y
-
-
-@triton.jit
 def round_as_stored(x, DTYPE: tl.constexpr):
     """x as it would be had it been stored in fp16, where eager's intermediate may overflow to inf; else x.
 

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from .activations import activate
-from .common import dot, round_as_stored, rounded, tile_of
+from .common import dot, round_as_stored, tile_of
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -58,15 +58,14 @@ def glu_tma(
             gate += tl.load(bg_ptr + columns, mask=columns < H, other=0.0).to(tl.float32)[None, :]
         if HAS_UP_BIAS:
             up += tl.load(bu_ptr + columns, mask=columns < H, other=0.0).to(tl.float32)[None, :]
-        # Rounded first, as eager does: backward starts from the same values.
-        gate = rounded(gate, h_desc.dtype, FAST_MATH)
-        up = rounded(up, h_desc.dtype, FAST_MATH)
+        gate = gate.to(h_desc.dtype)  # rounded first, as eager does: backward starts from the same values
+        up = up.to(h_desc.dtype)
         if SAVE_GATE_UP:
-            gate_desc.store([row, col], gate.to(h_desc.dtype))
-            up_desc.store([row, col], up.to(h_desc.dtype))
+            gate_desc.store([row, col], gate)
+            up_desc.store([row, col], up)
         if STORE_H:
-            a = round_as_stored(activate(gate, ACT, FAST_MATH), h_desc.dtype)
-            h_desc.store([row, col], (a * up).to(h_desc.dtype))
+            a = round_as_stored(activate(gate.to(tl.float32), ACT, FAST_MATH), h_desc.dtype)
+            h_desc.store([row, col], (a * up.to(tl.float32)).to(h_desc.dtype))
 
 
 @triton.jit(do_not_specialize=["M"])

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from .activations import activate
-from .common import dot, rounded, tile_of
+from .common import dot, tile_of
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -70,11 +70,10 @@ def _store_tma(
     if HAS_BIAS:
         columns = col + tl.arange(0, PART_N)
         acc += tl.load(b_ptr + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
-    # Rounded first, as eager does: backward starts from the same value.
-    pre = rounded(acc, y_desc.dtype, FAST_MATH)
+    pre = acc.to(y_desc.dtype)  # rounded first, as eager does: backward starts from the same value
     if SAVE_PRE:
-        pre_desc.store([row, col], pre.to(y_desc.dtype))
-    y_desc.store([row, col], activate(pre, ACT, FAST_MATH).to(y_desc.dtype))
+        pre_desc.store([row, col], pre)
+    y_desc.store([row, col], activate(pre.to(tl.float32), ACT, FAST_MATH).to(y_desc.dtype))
 
 
 @triton.jit(do_not_specialize=["M"])

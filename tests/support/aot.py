@@ -7,8 +7,6 @@ pretended device, and each launch is compiled for that device with the argument 
 from __future__ import annotations
 
 import re
-import subprocess
-import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -222,15 +220,6 @@ def cubin_for(entry: Recorded, capability: int) -> bytes:
 def ptx_for(entry: Recorded, capability: int) -> str:
     """Its assembly, as it is handed to ptxas."""
     return str(_compiled(entry, capability).asm["ptx"])
-
-
-def sass_for(entry: Recorded, capability: int) -> str:
-    """Its machine code as text, by the disassembler that comes with Triton."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin_for(entry, capability))
-        file.flush()
-        command = [knobs.nvidia.nvdisasm.path, "-c", file.name]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def compile_for(entry: Recorded, capability: int, capfd: Any) -> Report:

@@ -517,7 +517,6 @@ ASSEMBLY: dict[str, Callable[..., Tensor]] = {
     "lg2.approx.f32": torch.log2,
     "rcp.approx.ftz.f32": torch.reciprocal,
     "cvt.rna.tf32.f32": torch.clone,
-    "cvt.rn.bf16x2.f32": lambda x: x.bfloat16().float(),
 }
 LANGUAGE: dict[str, Any] = {}
 

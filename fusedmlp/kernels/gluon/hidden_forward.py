@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from ..activations import activate
-from ..common import round_as_stored, rounded
+from ..common import round_as_stored
 from .common import (
     async_load,
     column_halves,
@@ -87,21 +87,19 @@ def _part(
     COLUMNS: gl.constexpr = h_desc.block_type.shape[1]
     if gate_bias_ptr is not None:
         gate = _add_bias(gate, gate_bias_ptr, column, H, COLUMNS)
-    # Rounded first, as eager does: backward starts from the same values. The ReLU of one is the same before and after.
-    if GATED or ACT != "relu":
-        gate = rounded(gate, DTYPE, FAST_MATH)
+    gate = gate.to(DTYPE)  # rounded first, as eager does: backward starts from the same values
     if SAVE:
         out = put(gate, g_desc, outs, out, row, column, BUFFERS)
     if GATED:
         if up_bias_ptr is not None:
             up = _add_bias(up, up_bias_ptr, column, H, COLUMNS)
-        up = rounded(up, DTYPE, FAST_MATH)
+        up = up.to(DTYPE)
         if SAVE:
             out = put(up, u_desc, outs, out, row, column, BUFFERS)
     if STORE_H:
-        h = activate(gate, ACT, FAST_MATH)
+        h = activate(gate.to(gl.float32), ACT, FAST_MATH)
         if GATED:
-            h = round_as_stored(h, DTYPE) * up
+            h = round_as_stored(h, DTYPE) * up.to(gl.float32)
         out = put(h, h_desc, outs, out, row, column, BUFFERS)
     return out
 

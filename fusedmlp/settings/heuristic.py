@@ -219,12 +219,10 @@ def _gluon(op: str, M: int, N: int, K: int) -> Settings:
     if op in ("glu_backward", "act_backward"):
         low = M <= 64 or (150 <= tiles < 200 and M > 256)
         parts = 2 if M <= 64 or (tiles < 200 and op == "act_backward") else 4
-        # Long products wait for operands, short ones for gate and up: they share the memory.
         stages = 4
-        if parts == 4 and op == "act_backward":
-            stages = 6 if K >= 2048 else 5
-        elif parts == 4 and K >= 2048:
-            stages = 5
+        if parts == 4 and not low:
+            # Long products wait for operands, short ones for gate and up: they share the memory.
+            stages = (5 if op == "act_backward" else 4) + (1 if K >= 2048 else 0)
         return Settings("gluon", 64 if low else 128, 128, 64, parts=parts, warps=4, stages=stages)
     return Settings("gluon", 64 if tiles < 128 else 128, 64, 64, warps=4, stages=6)
 

@@ -75,9 +75,9 @@ def kernel_tasks(
     found: dict[tuple[Any, ...], Task] = {}
     for op in ops:
         for shape in shapes:
-            for candidate in candidates_for(op, *shape, DTYPES[dtype][0]):
-                if candidate.family not in families or (op in GLUON_ONLY_OPS and candidate.family == "pair"):
-                    continue  # of the latter the products are as they are served at the very shape
+            for candidate in candidates_for(op, *shape, DTYPES[dtype][0], families):
+                if op in GLUON_ONLY_OPS and candidate.family == "pair":
+                    continue  # products as they are served at the very shape
                 small = stand_in(candidate, shape)
                 found.setdefault((op, candidate, small[1:]), (compile_kernel, (op, candidate, small, dtype)))
     return list(found.values())

@@ -86,8 +86,7 @@ def _act_backward_gluon_launch(
     }
     flags = (act.name, act.saves == "output", store_a, bias_grad, out_bias_grad, plan.fast_math)
     cooperative = bias_grad or out_bias_grad
-    slots = gluon.chunk_slots(plan, settings, rows, columns, 1)
-    return gluon.backward_launch(plan, settings, tiles, slots, tiles_of, flags, cooperative)
+    return gluon.backward_launch(plan, settings, tiles, 1, tiles_of, flags, cooperative)
 
 
 def act_backward(

@@ -87,8 +87,7 @@ def _glu_backward_gluon_launch(
     }
     flags = (plan.activation.name, False, h is not None, bias_grad, down_bias_grad, plan.fast_math)
     cooperative = bias_grad or down_bias_grad
-    slots = gluon.chunk_slots(plan, settings, rows, columns, 2)
-    return gluon.backward_launch(plan, settings, tiles, slots, tiles_of, flags, cooperative)
+    return gluon.backward_launch(plan, settings, tiles, 2, tiles_of, flags, cooperative)
 
 
 def glu_backward(

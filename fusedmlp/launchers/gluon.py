@@ -33,7 +33,7 @@ def chunk(settings: Settings, biases: bool) -> tuple[int, int]:
     return min(settings.block_m, 64), min(settings.block_n // settings.parts, 32 if biases else 64)
 
 
-def chunk_slots(plan: Plan, settings: Settings, rows: int, columns: int, weights: int) -> int:
+def _chunk_slots(plan: Plan, settings: Settings, rows: int, columns: int, weights: int) -> int:
     """Chunks that each of two warpgroups keeps loaded: 256 columns of gate and up together, or what there is room for
     beside the operands and two chunks of h on their way out. A power of two, of which every use takes a remainder; two
     at least, as one is given back when the next is there."""
@@ -66,12 +66,12 @@ def backward_launch(
     plan: Plan,
     settings: Settings,
     tiles: int,
-    slots: int,
+    weights: int,
     tiles_of: dict[int, Tile],
     flags: tuple[Any, ...],
     cooperative: bool,
 ) -> Launch:
-    """Of the backward to the hidden layer. ``slots``: :func:`chunk_slots`; ``flags`` from the activation on;
+    """Of the backward to the hidden layer, of gate and up (weights 2) or one alone; ``flags`` from the activation on;
     cooperative: bias gradients are finished behind a grid barrier."""
     from ..kernels.gluon.hidden_backward import hidden_backward_gluon
 
@@ -79,5 +79,7 @@ def backward_launch(
     if cooperative:
         options["launch_cooperative_grid"] = True
     grid = resident_grid(plan, tiles) if cooperative else persistent_grid(plan, tiles, settings)
+    rows, columns = tiles_of[2].block  # gate comes by chunks
+    slots = _chunk_slots(plan, settings, rows, columns, weights)
     constants = (stages(settings), slots, settings.group, *flags)
     return Launch(hidden_backward_gluon, grid, constants, tiles_of, **options)

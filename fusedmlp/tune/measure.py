@@ -239,8 +239,7 @@ def precision_of(dtype: str) -> Iterator[None]:
 
 
 def measure(op: str, M: int, D: int, H: int, dtype: str, families: Sequence[str] = FAMILIES) -> Measured:
-    """Every candidate for one kernel of a layer D -> H with M tokens; dtype: a name of :data:`DTYPES`. Of ``families``
-    alone, where it is given.
+    """Every candidate of ``families`` for one kernel of a layer D -> H with M tokens; dtype: a name of :data:`DTYPES`.
 
     A candidate that is wrong, does not fit or does not compile is left out, with the reason. The right ones are timed
     when all are known.
@@ -261,9 +260,7 @@ def measure(op: str, M: int, D: int, H: int, dtype: str, families: Sequence[str]
         problem = Problem.make(M, D, H, DTYPES[dtype][0])
         expected = run_torch(op, problem)
         plans_of: list[tuple[Settings, Plan]] = []
-        for candidate in candidates_for(op, M, D, H, problem.x.dtype):
-            if candidate.family not in families:
-                continue
+        for candidate in candidates_for(op, M, D, H, problem.x.dtype, families):
             try:
                 plans_of.append((candidate, _right(op, problem, candidate, expected, WORST[dtype])))
             except Exception as reason:  # a candidate that does not fit this GPU is a result, not an end
@@ -277,11 +274,13 @@ def measure(op: str, M: int, D: int, H: int, dtype: str, families: Sequence[str]
     return found
 
 
-def candidates_for(op: str, M: int, D: int, H: int, dtype: torch.dtype) -> tuple[Settings, ...]:
-    """What may serve one kernel of a layer D -> H with M tokens on the current device."""
+def candidates_for(
+    op: str, M: int, D: int, H: int, dtype: torch.dtype, families: Sequence[str] = FAMILIES
+) -> tuple[Settings, ...]:
+    """What of ``families`` may serve one kernel of a layer D -> H with M tokens on the current device."""
     gpu = info(torch.device("cuda", torch.cuda.current_device()))
     tma = gpu.has_tma and tma_dtype(dtype) and D * dtype.itemsize % 16 == 0 and H * dtype.itemsize % 16 == 0
-    return candidates(op, M, tma, tma and gpu.has_wgmma)
+    return tuple(c for c in candidates(op, M, tma, tma and gpu.has_wgmma) if c.family in families)
 
 
 def _right(op: str, p: Problem, candidate: Settings, expected: Result, worst: float) -> Plan:
